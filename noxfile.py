@@ -208,9 +208,11 @@ def lowest(session: nox.Session, name: str) -> None:
 @nox.session(venv_backend="none")
 @each_plugin
 def costly(session: nox.Session, name: str) -> None:
-    """The slow tests of a plugin, such as those with several engine processes; one process for
-    each file."""
-    files = sorted((PLUGINS[name] / "tests").glob("costly_*.py"))
+    """The slow tests of a plugin, such as those with several engine processes, and an hour of
+    random work; one process for each file."""
+    tests = PLUGINS[name] / "tests"
+    files = [*sorted(tests.glob("costly_*.py")), *tests.glob("test_fuzz.py")]
+    session.env["GENLM_FUZZ_SECONDS"] = os.environ.get("GENLM_FUZZ_SECONDS", "3600")
     if not files:
         session.skip(f"genlm-{name} has no costly tests")
     for file in files:

@@ -1,9 +1,9 @@
 """Random use of a model by many at once, for as long as you like.
 
-The model, its oracle and the requests are those of the conformance suite. Users, several in each of
-several event loops, ask for rows, draws and scores of contexts that grow and fork. Some leave, some
-change what the model keeps. Answers are compared with cold rows, nobody may hang, and memory must
-stay flat. The same seed gives each user the same actions; how they meet depends on the machine.
+The model is that of a conformance suite. Users, several in each of several event loops, have random
+programs: rows, draws and scores of contexts that grow and fork. Some leave, some change what the
+model keeps. Answers are compared with cold rows, nobody may hang, and memory must stay flat. The
+same seed gives each user the same program; how they meet depends on the machine.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ import asyncio
 import ctypes
 import faulthandler
 import gc
+import itertools
 import os
 import random
 import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 
 from attrs import define, field
 
 from genlm.conformance import ConformanceSuite
-from genlm.conformance.compare import ATOL, Violation
+from genlm.conformance.compare import ATOL, TOP_FACTOR
+from genlm.conformance.contexts import Contexts
+from genlm.conformance.driver import LoopThread
 from genlm.conformance.lifecycle import alive
-from genlm.core import AsyncLM, ModelClosedError, QueriesResetError
+from genlm.core import AsyncLM, ModelClosedError
 from genlm.core.cli.model import parsed
 from tools.tiny import write_adapter, write_model
-from tools.users import Live, User
+from tools.users import User, Usual
 
 #: How many models are loaded and closed, one after the other. What the first leaves behind is for
 #: the process: libraries, compiled code, memory pools.
@@ -44,6 +45,9 @@ ROUNDS = 4
 #: The parts of a round, as shares of its time. Twice its users leave; the third time, the model is
 #: closed under them.
 PARTS = (0.45, 0.45, 0.1)
+
+#: The share of answers that are compared with cold rows.
+COMPARED = 0.2
 
 #: By how much what is held may grow, in bytes; threads, files and futures may not.
 SLACK = {"memory": 32 << 20, "tensors": 1 << 20}
@@ -73,22 +77,18 @@ class Soak:
     loops: int = 2
     users: int = 4
     longest: int = 120
-    live: Live = field(init=False)
     counts: Counter[str] = field(factory=Counter)
     findings: list[str] = field(factory=list)
     deviation: float = 0.0
     used: list[list[Held]] = field(factory=list)  # of each model, after each part
     left: list[Held] = field(factory=list)  # after each model
+    leaving: threading.Event = field(factory=threading.Event)  # set where users are to leave
     stopped: threading.Event = field(factory=threading.Event)
 
     def run(self) -> bool:
         """Soak for the time given; whether nothing was found."""
         for number in range(ROUNDS):
-            try:
-                self.one_round(number)
-            except Violation as hangs:
-                self.found(hangs)
-                show_and_end()
+            self.one_round(number)
             self.left.append(held())
             if self.stopped.is_set():
                 break
@@ -104,7 +104,7 @@ class Soak:
         left = [each["memory"] >> 20 for each in self.left]
         return (
             f"soak: {self.suite.backend}, seed {self.suite.seed}: "
-            f"{self.counts['requests']:,} requests, {self.counts['compared']:,} compared with cold "
+            f"{self.counts['requests']:,} requests, {self.counts['answers']:,} compared with cold "
             f"rows (off by {self.deviation:.1g} at most), MiB held {held}, left {left}, "
             f"{len(self.findings)} findings"
         )
@@ -116,87 +116,90 @@ class Soak:
 
     def one_round(self, number: int) -> None:
         """Use a model until its users leave, and again, and then until it is closed under them."""
-        self.live = live = Live(self.suite, self.counts)
-        lm = live.lm  # loads it
-        if live.adapters:
-            live.bind_moving(next(iter(live.adapters)))
+        violations: list[Exception] = []
+        lm = self.suite.load(check=violations.append)
         self.used.append([])
         for part, share in enumerate(PARTS):
-            live.closing = part == len(PARTS) - 1
+            closes = part == len(PARTS) - 1
             seconds = 60 * self.minutes / ROUNDS * share
-            self.one_part(f"{self.suite.seed}-{number}-{part}", seconds, beside=part == 0)
-            if not live.closing:
+            self.one_part(lm, f"{self.suite.seed}-{number}-{part}", seconds, closes)
+            if not closes:
                 lm.clear_cache()
                 lm.clear_kv_cache()
                 self.used[-1].append(held())
-        for violation in live.contract_violations:
+        for violation in violations:
             self.found(violation)
         if failed := lm.stats.failed_calls:
             self.found(f"{failed} calls of the engine failed, though nothing wrong was asked")
-        self.deviation = max(self.deviation, live.deviation)
-        live.close()
-        del self.live
+        self.counts["requests"] += lm.stats.requests
         print(self, file=sys.stderr, flush=True)
 
-    def one_part(self, seed: str, seconds: float, beside: bool) -> None:
-        """All users at work for some time, and another model beside them."""
+    def one_part(self, lm: AsyncLM, seed: str, seconds: float, closes: bool) -> None:
+        """All users at work for some time. Beside the last of them, whose model is closed, is
+        another model that is closed, too."""
         # A request that hangs is noticed by who asks. If anything else does, show where, and end.
         hangs = threading.Timer(seconds + 4 * self.suite.patience, show_and_end)
         hangs.daemon = True
         hangs.start()
-        self.live.leaving.clear()
-        loops = [
-            threading.Thread(target=asyncio.run, args=(self.one_loop(f"{seed}-{number}"),))
-            for number in range(self.loops)
+        self.leaving.clear()
+        loops = [LoopThread() for _ in range(self.loops)]
+        names = [f"{seed}-{user}" for user in range(self.loops * self.users)]
+        users = [
+            threading.Thread(target=self.use, args=(lm, name, loop, closes))
+            for name, loop in zip(names, itertools.cycle(loops), strict=False)
         ]
-        for loop in loops:
-            loop.start()
-        if beside and self.suite.second_model:
-            self.second_model()
+        second = self.suite.load() if closes and self.suite.second_model else None
+        if second is not None:
+            args = (second, f"{seed}-second", loops[0], True)
+            users.append(threading.Thread(target=self.use, args=args))
+        for user in users:
+            user.start()
         self.stopped.wait(seconds)
-        if self.live.closing:
-            self.live.lm.close()
-        self.live.leaving.set()
+        if closes:
+            lm.close()
+        if second is not None:
+            second.close()
+        self.leaving.set()
+        for user in users:
+            user.join()
         for loop in loops:
-            loop.join()
+            loop.close()
         hangs.cancel()
         hangs.join()  # what it holds would count as left behind
 
-    async def one_loop(self, seed: str) -> None:
-        users = [
-            User(self.live, random.Random(f"{seed}-{number}"), self.longest)
-            for number in range(self.users)
-        ]
+    def use(self, lm: AsyncLM, name: str, loop: LoopThread, closes: bool) -> None:
+        """Run the program of a user, until all are to leave or the model closes."""
+        user = User(lm, loop, name, self.suite.patience)
         try:
-            await asyncio.gather(*(user.work() for user in users))
+            program = self.program(user, name)
+            program.adapt()
+            while not self.leaving.is_set():
+                program.run(2)
+            program.leave()
+            self.deviation = max(self.deviation, program.deviation)
+            self.counts += program.counts
+        except ModelClosedError as closed:
+            if not closes:
+                self.found(closed)
         except Exception as error:
+            error.add_note(f"in the program of user {name}")
             self.found(error)
+        user.leave()
 
-    def second_model(self) -> None:
-        """Load another model, ask it, and close it while it is at work."""
-        context = self.live.contexts.stem[:5]
-        try:
-            with self.suite.load() as second:
-                work = threading.Thread(target=self.until_closed, args=(second,))
-                work.start()
-                with suppress(QueriesResetError):
-                    row, cold = second.next_token_logprobs_sync(context), self.live.cold(context)
-                    self.live.expect_row(row, cold, f"{list(context)}, asked of a second model")
-            work.join()
-        except Exception as error:
-            self.found(error)
-
-    def until_closed(self, lm: AsyncLM) -> None:
-        """Ask rows of all beginnings of a context, again and again."""
-        context = self.live.contexts.long(self.longest)
-        try:
-            while True:
-                lm.clear_cache()
-                lm.batch_next_token_logprobs_sync([context[: n + 1] for n in range(len(context))])
-        except ModelClosedError:
-            pass
-        except Exception as error:
-            self.found(error)
+    def program(self, user: User, name: str) -> Usual:
+        """What a user does."""
+        lm = user.lm
+        contexts = Contexts(lm.tokenizer, len(lm.byte_vocab), lm.max_context)
+        return Usual(
+            engine=user,
+            source=random.Random(name),
+            longest=min(self.longest, contexts.limit),
+            adapters={each: os.fspath(path) for each, path in self.suite.adapters.items()},
+            atol=TOP_FACTOR * self.suite.atol,
+            share=COMPARED,
+            may_lack_room=True,
+            contexts=contexts,
+        )
 
     def found(self, what: str | Exception) -> None:
         """Print a finding at once, since the end may hang, and let all users leave."""
@@ -209,23 +212,6 @@ class Soak:
         """Let users end what they do, and say what was done so far: it may take long."""
         self.stopped.set()
         print(f"{self}, stopped early", flush=True)
-
-
-def random_work(suite: ConformanceSuite, seconds: float, longest: int = 120) -> str:
-    """Rounds until the time is over; what they were.
-
-    Raises:
-        AssertionError: something was found.
-    """
-    until, number = time.monotonic() + seconds, 0
-    each = min(seconds, 15.0)
-    soak = Soak(suite, each * ROUNDS / 60, longest=longest)
-    while number == 0 or time.monotonic() < until:
-        soak.one_round(number)
-        number += 1
-        assert not soak.findings, soak.findings
-    assert soak.counts["compared"], "nothing was compared"
-    return str(soak)
 
 
 def show_and_end() -> None:

@@ -1,177 +1,165 @@
-"""The users of a soak: streams of requests and disturbances, whose answers are compared."""
+"""The users of a model: each has a program of its own, which takes the model for an engine."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-import threading
-from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from attrs import define, field
 
-from genlm.conformance import ConformanceSuite
-from genlm.conformance.agreement import expect_greedy
-from genlm.conformance.cast import MOVING, Draw, Request, Row, Score
-from genlm.conformance.compare import check
-from genlm.conformance.driver import Outcome
-from genlm.conformance.subject import Subject
-from genlm.core import AsyncLM, ModelClosedError, QueriesResetError, UnknownAdapterError
+from genlm.conformance import Program, Violation
+from genlm.conformance.compare import (
+    TOP_FACTOR,
+    brief,
+    check,
+    deviation,
+    difference,
+    standing,
+)
+from genlm.conformance.contexts import Contexts
+from genlm.conformance.driver import LoopThread
+from genlm.core import Adapter, AsyncLM, QueriesResetError, Query
+from genlm.core.types import Answer, Request, ScoreRequest, TokenIds
 
-#: What users do, and how often.
-ACTIONS = {"rows": 40, "draws": 20, "scores": 6, "leave": 10, "block": 4, "disturb": 5}
-
-#: The share of answers compared with cold rows, and the most contexts of a user.
-COMPARED, CONTEXTS = 0.2, 24
-
-
-class Live(Subject):
-    """The model, and what its users share.
-
-    Contexts are always new, so what the suite keeps of them would look like a leak: there are no
-    cold rows that are kept, and no gate, which remembers all requests.
-    """
-
-    def __init__(self, suite: ConformanceSuite, counts: Counter[str]) -> None:
-        super().__init__(suite)
-        self.counts = counts
-        #: Set when users are to leave; with ``closing``, the model is closed under them.
-        self.leaving = threading.Event()
-        self.closing = False
-        #: Whose adapter MOVING stands for; ``None`` while it is bound anew.
-        self.moving: tuple[str] | None = None
-        self._binding = threading.Lock()
-
-    def load(self) -> AsyncLM:
-        return self.suite.load(check=self.contract_violations.append)
-
-    def cold(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
-        return self.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
-
-    def calls(self) -> int:
-        return 0 if self._lm is None else self._lm.stats.batches
-
-    def bind_moving(self, name: str) -> None:
-        """Bind MOVING to the adapter of a name."""
-        with self._binding:
-            self.moving = None
-            self.bind(MOVING, self.adapters[name])
-            self.moving = (name,)
+#: How long who has asked something new waits for answers before they go on, seconds.
+HURRY = 0.002
 
 
 @define(eq=False)
 class User:
-    """A stream of actions on contexts that grow."""
+    """A model as one of its users has it, with the hooks of an engine.
 
-    live: Live
-    random: random.Random
-    longest: int
-    contexts: list[list[int]] = field(factory=list)
-    adapter: str | None = None
-    requests: Sequence[Request] = ()
+    What a step admits is asked in an event loop, which several users share, and adapters have names
+    of their own; all else are calls that block.
 
-    async def work(self) -> None:
-        adapters = [None, None, *self.live.adapters, *([MOVING] if self.live.adapters else [])]
-        while not self.live.leaving.is_set():
-            (action,) = self.random.choices(list(ACTIONS), list(ACTIONS.values()))
-            self.adapter = self.random.choice(adapters)
-            try:
-                await self.live.soon(getattr(self, action)())
-            except QueriesResetError:
-                pass
-            except ModelClosedError:
-                if not self.live.closing:
-                    raise
-            except UnknownAdapterError:
-                if self.adapter != MOVING:
-                    raise
-            except Exception as error:
-                asked = [(each.prompt, each.adapter) for each in self.requests]
-                error.add_note(f"{action}, after asking {asked}")
-                raise
+    Args:
+        lm: The model.
+        loop: Where requests are asked.
+        name: Of the user.
+        patience: How long the model may do nothing while a request waits, seconds.
+    """
 
-    async def rows(self) -> None:
-        await self.ask([Row(tuple(ids), self.adapter) for ids in self.some()])
+    lm: AsyncLM
+    loop: LoopThread
+    name: str
+    patience: float
+    _tasks: dict[Request, asyncio.Future[Any]] = field(factory=dict, init=False)
 
-    async def draws(self) -> None:
-        """The tokens that are drawn are added to the contexts."""
-        some, most = self.some(), self.random.randint(1, 6)
-        seeded = {"seed": self.random.randrange(1000)}
-        options = self.random.choice(({"temperature": 0.0}, seeded, seeded))
-        draws = await self.ask([Draw(tuple(ids), most, options, self.adapter) for ids in some])
-        for ids, drawn in zip(some, draws, strict=True):
-            check(len(drawn) == most, f"a draw of {most} tokens gave {drawn}")
-            ids += drawn
+    @property
+    def tokenizer(self) -> Any:
+        return self.lm.tokenizer
 
-    async def scores(self) -> None:
-        whole = [(*ids, *self.live.contexts.tokens) for ids in self.some()[:2]]
-        cuts = [self.random.randint(1, len(ids) - 1) for ids in whole]
-        pairs = zip(whole, cuts, strict=True)
-        await self.ask([Score(ids[:cut], ids[cut:], self.adapter) for ids, cut in pairs])
+    def genlm_step(
+        self, queries: Sequence[Query], samples: Any, scores: Any, dropped: Sequence[Request]
+    ) -> list[Answer]:
+        if queries and queries[0].cold:
+            return [Answer(queries[0], self._cold(queries[0]))]
+        return self.loop.run(self._step([*queries, *samples, *scores], dropped)).result()
 
-    async def leave(self) -> None:
-        """Every other caller leaves."""
-        self.requests = rows = [Row(tuple(ids), self.adapter) for ids in self.some()]
-        tasks = [asyncio.ensure_future(row.ask(self.live)) for row in rows]
-        await asyncio.wait(tasks, timeout=self.random.choice((0, 0.001, 0.01)))
-        for task in tasks[1::2]:
-            task.cancel()
-        self.answers((await asyncio.gather(*tasks, return_exceptions=True))[::2])
+    def genlm_cache_prefix(self, query: Query) -> None:
+        self.lm.cache_kv(query.context, lora_name=self._lora(query.adapter))
 
-    async def block(self) -> None:
-        """A blocking call in a thread."""
-        some, lm = self.some(), self.live.lm
-        await asyncio.to_thread(lm.batch_next_token_logprobs_sync, some, lora_name=self.adapter)
+    def genlm_clear_kv_cache(self) -> None:
+        self.lm.clear_kv_cache()
 
-    async def disturb(self) -> None:
-        """Change what the model keeps, or make it drop what waits."""
-        lm, names = self.live.lm, list(self.live.adapters)
-        ways = [lm.clear_cache, lm.clear_kv_cache, lm.reset_async_queries]
-        ways += [partial(lm.cache_kv, self.some()[0][:64])]
-        ways += [partial(self.live.bind_moving, name) for name in names]
-        await asyncio.to_thread(self.random.choice(ways))
+    def genlm_add_lora(self, adapter: Adapter) -> None:
+        self.lm.add_new_lora(adapter.path, self._name(adapter))
 
-    def some(self) -> list[list[int]]:
-        """Some of the contexts, after another has begun, afresh or as a fork."""
-        room, contexts = self.longest - 6, self.contexts
-        if contexts and self.random.random() < 0.5:
-            known = self.random.choice(contexts)
-            begun = known[: self.random.randint(1, len(known))]
+    def genlm_remove_lora(self, adapter: Adapter) -> None:
+        self.lm.remove_lora(self._name(adapter))
+
+    def leave(self) -> None:
+        """Wait for no answer any more."""
+
+        async def cancel() -> None:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+        self.loop.run(cancel()).result()
+
+    def _cold(self, query: Query) -> torch.Tensor:
+        lora = self._lora(query.adapter)
+        while True:
+            with suppress(QueriesResetError):
+                return self.lm.next_token_logprobs_uncached(query.context, lora)
+
+    def _name(self, adapter: Adapter) -> str:
+        return f"{adapter.name} {adapter.version} of {self.name}"
+
+    def _lora(self, adapter: Adapter | None) -> str | None:
+        return None if adapter is None else self._name(adapter)
+
+    async def _step(self, new: Sequence[Request], dropped: Sequence[Request]) -> list[Answer]:
+        for request in dropped:
+            self._tasks.pop(request).cancel()
+        self._tasks.update({request: asyncio.ensure_future(self._ask(request)) for request in new})
+        calls = -1
+        while self._tasks:
+            first = asyncio.FIRST_COMPLETED
+            patience = HURRY if new else self.patience
+            done, _ = await asyncio.wait(self._tasks.values(), timeout=patience, return_when=first)
+            if done or new:
+                break
+            if self.lm.stats.batches == calls:
+                raise Violation(f"nothing is answered within {patience:g} s{standing()}")
+            calls = self.lm.stats.batches
+        answered = [request for request, task in self._tasks.items() if task.done()]
+        tasks = [(request, self._tasks.pop(request)) for request in answered]
+        return [Answer(request, task.exception() or task.result()) for request, task in tasks]
+
+    async def _ask(self, request: Request) -> Any:
+        """Ask, and again if somebody has reset what waits."""
+        while True:
+            with suppress(QueriesResetError):
+                return await self._asked(request)
+
+    def _asked(self, request: Request) -> Any:
+        if isinstance(request, Query):
+            return self.lm.next_token_logprobs(request.context, self._lora(request.adapter))
+        context, lora = request.query.context, self._lora(request.query.adapter)
+        if isinstance(request, ScoreRequest):
+            return self.lm.sequence_logprobs(context, request.continuation, lora_name=lora)
+        how: dict[str, Any] = {
+            "temperature": request.params.temperature,
+            "seed": request.params.seed,
+        }
+        return self.lm.sample(context, request.params.max_tokens, [], lora_name=lora, **how)
+
+
+@define(eq=False, kw_only=True)
+class Usual(Program):
+    """The program of a user: rows are those of the suite within its tolerance, contexts are text
+    where the tokenizer has words, and what waits or is cached is dropped now and then, for all.
+
+    Args:
+        contexts: Of the model.
+    """
+
+    engine: User
+    contexts: Contexts
+    #: The most that a probability was off.
+    deviation: float = field(default=0.0, init=False)
+
+    def ways(self) -> dict[Callable[[], None], int]:
+        return {**super().ways(), self.disturb: 3}
+
+    def disturb(self) -> None:
+        lm = self.engine.lm
+        self.source.choice([lm.clear_cache, lm.reset_async_queries])()
+
+    def fresh(self, count: int) -> TokenIds:
+        return self.contexts.long(count, self.source.randrange(1000))[:count]
+
+    def compare_row(self, query: Query, row: torch.Tensor, of: slice = slice(None)) -> None:
+        right = self.expected(query)
+        if of == slice(None):
+            self.deviation = max(self.deviation, deviation(row, right))
+            found = difference(row, right, self.atol / TOP_FACTOR)
         else:
-            length = self.random.choice((1, 2, 3, 5, 8, 17, 40))
-            begun = [*self.live.contexts.long(min(length, room), self.random.randrange(1000))]
-        contexts[:] = [*(ids for ids in contexts if len(ids) <= room), begun][-CONTEXTS:]
-        return self.random.sample(contexts, self.random.randint(1, min(16, len(contexts))))
-
-    async def ask(self, requests: Sequence[Request]) -> list[Outcome]:
-        """The answers to requests that are asked together; now and then one is compared."""
-        self.requests, bound = requests, self.live.moving
-        asked = [request.ask(self.live) for request in requests]
-        answers = self.answers(await asyncio.gather(*asked, return_exceptions=True))
-        # Whose adapter a name stood for is known if it has not been bound meanwhile.
-        known = self.adapter != MOVING or (bound is not None and self.live.moving is bound)
-        if known and self.random.random() < COMPARED:
-            owner = bound[0] if bound and self.adapter == MOVING else self.adapter
-            await self.compare(
-                *self.random.choice(list(zip(requests, answers, strict=True))), owner
-            )
-        return answers
-
-    def answers(self, outcomes: list[Outcome]) -> list[Outcome]:
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        self.live.counts["requests"] += len(outcomes)
-        return outcomes
-
-    async def compare(self, request: Request, answer: Outcome, owner: str | None) -> None:
-        """Compare an answer with cold rows; a draw if it is greedy."""
-        compare = partial(request.compare, self.live, answer, owner)
-        if isinstance(request, Draw):
-            if "seed" in request.options:
-                return
-            compare = partial(expect_greedy, self.live, answer, request.prompt, owner)
-        await asyncio.to_thread(compare)
-        self.live.counts["compared"] += 1
+            near = row.allclose(right[of], rtol=self.atol, atol=self.atol)
+            found = None if near else f"scores {row} instead of {right[of]}"
+        check(found is None, f"{brief(query.token_ids)} with {query.adapter}: {found}")

@@ -1,18 +1,14 @@
-"""Random work for an engine, every answer compared with what a fresh copy of the model gives.
-
-One run is one small model of a family, with its thresholds, the engine's budget, its chunks and its
-constants near the lengths asked. All follows from the run's seed.
-"""
+"""Random programs, each on a small model of a family. Its thresholds are near the lengths asked, as
+are the engine's budget, its chunks and its constants. Every answer is compared with what a model
+gives that the engine has no part in."""
 
 from __future__ import annotations
 
 import copy
 import random
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +17,17 @@ import torch
 from attrs import define, field
 from transformers import CONFIG_MAPPING
 
+from genlm.conformance import Program, Violation
+from genlm.core import Query
 from genlm.core.errors import EngineError, InvalidAdapterError, UnsupportedError
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.kit.kv.sharing import Worth
 from genlm.kit.twin import TOKENS
-from tests.programs import Asked, Program, Tokens, constants
+from tests.programs import constants
 
 from .families import small_family
+from .models import row_of
 
 #: Whose state is kept in snapshots, or not at all.
 RECURRENT = (
@@ -63,117 +62,66 @@ ATOL = 5e-3
 LONGEST = 90
 
 
-@define
-class Reference:
-    """What transformers and PEFT give, in a model that the engine has no part in."""
-
-    model: Any
-    _fresh: Any = field(init=False)
-    _rows: dict[Tokens, torch.Tensor] = field(factory=dict, init=False)
-
-    @_fresh.default
-    def _copy(self) -> Any:
-        return copy.deepcopy(self.model)
-
-    def row(self, context: Tokens) -> torch.Tensor:
-        if context not in self._rows:
-            self._rows[context] = self._compute(self.model, context)
-        return self._rows[context]
-
-    def again(self, context: Tokens) -> torch.Tensor:
-        """The same of a model that has computed nothing before: a model may remember."""
-        self._rows[context] = self._compute(copy.deepcopy(self._fresh), context)
-        return self._rows[context]
-
-    @torch.no_grad()
-    def is_chaotic(self, context: Tokens) -> bool:
-        """Whether rounding decides what the row is, as where two experts are chosen alike: then
-        another precision gives other rows, or weights that are off by about as much."""
-        noise = torch.Generator().manual_seed(0)
-        for off in (0.0, *(1e-6,) * 8):
-            model = copy.deepcopy(self._fresh).double()
-            model.set_experts_implementation("eager")  # others know no float64
-            for weight in model.parameters():
-                weight.mul_(1 + off * torch.randn(weight.shape, generator=noise))
-            if (self._compute(model, context) - self.row(context)).abs().max() > ATOL / 5:
-                return True
-        return False
-
-    @torch.no_grad()
-    def _compute(self, model: Any, context: Tokens) -> torch.Tensor:
-        logits = model(input_ids=torch.tensor([context]), use_cache=False).logits
-        return logits[0, -1].double().log_softmax(-1)
+@contextmanager
+def program(families: Sequence[str], source: random.Random) -> Iterator[Program]:
+    """One on a small model of one of the families."""
+    options = {
+        "max_batch_tokens": source.choice((4, 16, 48, 2048)),
+        "kv_cache_bytes": source.choice((None, None, 0, 1 << source.randint(12, 22))),
+    }
+    with constants(CONSTANTS, source), tempfile.TemporaryDirectory() as folder:
+        engine, plain = any_engine(families, source, options)
+        made = OnHF(
+            engine=engine,
+            source=source,
+            longest=min(LONGEST, engine.max_context or LONGEST),
+            tokens=range(TOKENS - 4),
+            most=20,
+            atol=ATOL,
+            may_lack_room=True,
+            folder=Path(folder),
+            references={None: plain},
+        )
+        made.counts[engine.reuse.value] += 1
+        try:
+            yield made
+        except BaseException as error:
+            error.add_note(f"{plain.config.model_type}, {options}, {engine.reuse.value}")
+            raise
+        engine.genlm_close()
 
 
-def fuzz(families: Sequence[str], seed: int, seconds: float, say: Callable[[str], None]) -> None:
-    """Run after run, until the time is over; at least one.
+def any_engine(
+    families: Sequence[str], source: random.Random, options: dict[str, Any]
+) -> tuple[HFEngine, Any]:
+    """An engine on a model of one of the families, and a copy of the model.
 
     An old version of transformers lacks some families, and computes others so that hf refuses them.
     """
-    families = [family for family in families if family in CONFIG_MAPPING]
-    end, number, seen = time.monotonic() + seconds, 0, Counter[str]()
-    while seen["runs"] == 0 or time.monotonic() < end:
-        number += 1
-        source = random.Random(f"{seed}-{number}")
-        with constants(CONSTANTS, source) as chosen, tempfile.TemporaryDirectory() as folder:
-            family = source.choice(families)
-            options = {
-                "max_batch_tokens": source.choice((4, 16, 48, 2048)),
-                "kv_cache_bytes": source.choice((None, None, 0, 1 << source.randint(12, 22))),
-            }
-            what = f"run {number} of GENLM_FUZZ_SEED={seed}: {family}, {options}, {chosen}"
-            try:
-                program = program_of(family, options, source, Path(folder))
-            except EngineError as refused:
-                say(f"fuzz: {what}: is refused: {refused}")
-                seen["refused"] += 1
-                continue
-            try:
-                for _ in range(100):
-                    if time.monotonic() > end:
-                        break
-                    program.run()
-                program.drained()
-            except BaseException:
-                say(f"fuzz: {what}, {program.engine.reuse.value}")
-                raise
-            program.engine.genlm_close()
-        seen.update(runs=1, answers=program.checked, chaotic=program.chaotic)
-        seen[program.engine.reuse.value] += 1
-    say(f"fuzz: {dict(seen)}")
-
-
-def program_of(family: str, options: dict[str, Any], source: random.Random, folder: Path) -> OnHF:
-    """A program on a small model of a family."""
-    model = small_family(family, source.choice((5, 9, 20, 40)))
-    plain = Reference(copy.deepcopy(model))
-    engine = HFEngine(model, None, HFOptions.parse(options))
-    return OnHF(
-        engine=engine,
-        source=source,
-        longest=min(LONGEST, engine.max_context or LONGEST),
-        tokens=TOKENS - 4,
-        names="ab",
-        refused=(InvalidAdapterError, UnsupportedError),
-        folder=folder,
-        references={None: plain},
-    )
+    for family in source.sample(families, len(families)):
+        if family in CONFIG_MAPPING:
+            model = small_family(family, source.choice((5, 9, 20, 40)))
+            plain = copy.deepcopy(model)
+            with suppress(EngineError):
+                return HFEngine(model, None, HFOptions.parse(options)), plain
+    raise AssertionError("none of the families can be used")
 
 
 @define(eq=False, kw_only=True)
 class OnHF(Program):
-    """References, by the path of their adapter, are models that the engine has no part in."""
+    """Its references, by the path of their adapter, are models of transformers and PEFT."""
 
     folder: Path
-    references: dict[str | None, Reference]
-    chaotic: int = field(default=0, init=False)
+    references: dict[str | None, Any]
+    _rows: dict[tuple[str | None, Query], torch.Tensor] = field(factory=dict, init=False)
 
-    def pin(self) -> None:
-        with suppress(EngineError):  # there is no room for it
-            super().pin()
+    def adapt(self) -> None:
+        with suppress(InvalidAdapterError, UnsupportedError):
+            super().adapt()
 
-    def folder_of(self, name: str) -> str | None:
-        plain = self.references[None].model
+    def adapter(self) -> tuple[str, str] | None:
+        """A new one, of some kinds of layers."""
+        plain = self.references[None]
         names = {name.rpartition(".")[2] for name, one in plain.named_modules() if is_linear(one)}
         targets = sorted(names.intersection(TARGETS))
         if not targets:
@@ -188,27 +136,40 @@ class OnHF(Program):
                     parameter.normal_(0, 0.2)
         folder = str(self.folder / str(len(self.references)))
         adapted.eval().save_pretrained(folder)
-        self.references[folder] = Reference(adapted)
-        return folder
+        self.references[folder] = adapted
+        return self.source.choice("ab"), folder
 
-    def compare(
-        self, asked: Sequence[Asked], given: Sequence[torch.Tensor], columns: Sequence[slice]
-    ) -> None:
-        for (name, context), row, of in zip(asked, given, columns, strict=True):
-            reference = self.references[None if name is None else self.bound[name].path]
-            if is_close(row, reference.row(context)[of]):
-                continue
-            expected = reference.again(context)[of]
-            if not is_close(row, expected):
-                self.chaotic += 1
-                off = float((row - expected).abs().max())
-                assert reference.is_chaotic(context), (
-                    f"after {len(context)} tokens, with {name}: {off:.3g} off: {context}"
-                )
+    def reference(self, query: Query) -> Any:
+        return self.references[query.adapter and query.adapter.path]
 
+    def expected(self, query: Query) -> torch.Tensor:
+        key = query.adapter and query.adapter.path, Query(query.context)
+        if key not in self._rows:
+            self._rows[key] = row_of(self.reference(query), query.token_ids)
+        return self._rows[key]
 
-def is_close(given: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(given.double(), expected, rtol=0.0, atol=ATOL, equal_nan=True)
+    def compare_row(self, query: Query, row: torch.Tensor, of: slice = slice(None)) -> None:
+        try:
+            super().compare_row(query, row, of)
+        except Violation:
+            self.counts["chaotic"] += 1
+            if not self.is_chaotic(query):
+                raise
+
+    @torch.no_grad()
+    def is_chaotic(self, query: Query) -> bool:
+        """Whether rounding decides what the row is, as where two experts are chosen alike: then
+        another precision gives other rows, or weights that are off by about as much."""
+        noise = torch.Generator().manual_seed(0)
+        for off in (0.0, *(1e-6,) * 8):
+            model = copy.deepcopy(self.reference(query)).double()
+            model.set_experts_implementation("eager")  # others know no float64
+            for weight in model.parameters():
+                weight.mul_(1 + off * torch.randn(weight.shape, generator=noise))
+            away = row_of(model, query.token_ids) - self.expected(query)
+            if away.abs().max() > ATOL / 5:
+                return True
+        return False
 
 
 def is_linear(module: Any) -> bool:

@@ -12,6 +12,7 @@ from attrs import define, field
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
+from genlm.conformance import Program
 from genlm.core import EngineError, Query
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
@@ -83,20 +84,22 @@ class Pair:
         given, expected = list(self.scores(asked)), self.expected_scores(asked)
         torch.testing.assert_close(given, expected, atol=1e-4, rtol=0)
 
-    @torch.no_grad()
     def expected(self, *contexts: Sequence[int]) -> torch.Tensor:
-        # Copied only where it would remember the longest context: a copy takes longer than a row.
-        config = self.reference.config.get_text_config(decoder=True)
-        remembers = rope_scalings(config, "dynamic", "longrope")
-        rows = []
-        for context in contexts:
-            model = copy.deepcopy(self.reference) if remembers else self.reference
-            logits = model(torch.tensor([list(context)]), use_cache=False).logits
-            rows.append(logits[0, -1].float())
-        return torch.stack(rows).log_softmax(-1)
+        return torch.stack([row_of(self.reference, one) for one in contexts]).float()
 
     def check(self, *contexts: Sequence[int]) -> None:
         torch.testing.assert_close(self.ask(*contexts), self.expected(*contexts), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def row_of(model: Any, context: Sequence[int]) -> torch.Tensor:
+    """The row of a context in a model of transformers, ``[vocab_size]`` float64."""
+    # Copied only where it would remember the longest context: a copy takes longer than a row.
+    config = model.config.get_text_config(decoder=True)
+    if rope_scalings(config, "dynamic", "longrope"):
+        model = copy.deepcopy(model)
+    logits = model(input_ids=torch.tensor([list(context)]), use_cache=False).logits
+    return logits[0, -1].double().log_softmax(-1)
 
 
 def build(config: PretrainedConfig) -> Any:
@@ -139,28 +142,30 @@ def proven(model: Any, **options: Any) -> Pair:
     return pair
 
 
-def interleave(model: Pair, seed: object, atol: float = 1e-4) -> None:
-    """A random program: contexts come, known ones, cut, grown and forked, and some are dropped
-    again, in any step; every row is compared."""
-    source = random.Random(str(seed))
-    tokens = range(model.engine.vocab_size - 1)
-    known: list[tuple[int, ...]] = [(5, 6, 7)]
-    waiting: set[tuple[int, ...]] = set()
-    for _ in range(18):
-        new = set()
-        for _ in range(source.randint(0, 4)):
-            context = source.choice(known)
-            cut = source.choice([len(context), len(context), source.randint(1, len(context))])
-            grown = source.choices(tokens, k=source.choice([0, 1, 1, 1, 3, 20, 60]))
-            new.add((*context[:cut], *grown)[:90])
-        new -= waiting
-        dropped = {one for one in waiting if source.random() < 0.1}
-        answered = model.step(*sorted(new), dropped=sorted(dropped), atol=atol)
-        waiting = (waiting | new) - dropped - answered
-        known.extend(sorted(new))
-    for _ in range(sum(map(len, waiting)) + 1):
-        waiting -= model.step(atol=atol)
-    assert not waiting
+@define(eq=False, kw_only=True)
+class Beside(Program):
+    """A random program whose rows are compared with the reference of a pair."""
+
+    pair: Pair
+
+    def expected(self, query: Query) -> torch.Tensor:
+        return self.pair.expected(query.token_ids)[0]
+
+
+def check_random_program(
+    pair: Pair, seed: object, atol: float = 1e-4, prompt: Sequence[int] = (5, 6, 7)
+) -> None:
+    """Twenty random things, on contexts of up to 90 tokens, of which many begin with a prompt."""
+    Beside(
+        engine=pair.engine,
+        source=random.Random(str(seed)),
+        longest=90,
+        tokens=range(pair.engine.vocab_size - 1),
+        first=prompt,
+        atol=atol,
+        most=5,
+        pair=pair,
+    ).run(20)
 
 
 @define

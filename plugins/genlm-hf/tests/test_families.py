@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import transformers as configs
 from structlog.testing import capture_logs
@@ -13,7 +11,7 @@ from genlm.hf import strategies
 from genlm.hf.reuse import Reuse
 from genlm.kit.kv.sharing import Worth
 
-from .models import draw, interleave, proven, unproven
+from .models import check_random_program, draw, proven, unproven
 from .shapes import LATENT, LFM2, LLAMA4, MAMBA, QWEN3_NEXT, SHAPE, TOKENS
 
 MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
@@ -79,7 +77,7 @@ def test_a_random_program(family: str) -> None:
     assert [*chosen["rejected"]] == [way.value for way in better]  # and each with its reason
     assert all(chosen["rejected"].values())
     with capture_logs() as events:
-        interleave(model, seed=family)
+        check_random_program(model, seed=family)
     # and not because state is no longer used
     assert "kv.reuse_wrong" not in {event["event"] for event in events}
 
@@ -102,13 +100,6 @@ def test_the_attention_that_was_asked_for_is_replaced_and_restored(attention: st
     assert model.engine.model.config._attn_implementation == attention
 
 
-def resampled(source: random.Random, contexts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Parents chosen with repetition, each continued by a token of its own."""
-    parents = source.choices(contexts, k=len(contexts))
-    tokens = source.sample(range(TOKENS), len(parents))
-    return [(*parent, token) for parent, token in zip(parents, tokens, strict=True)]
-
-
 #: Prefixes are shared from a length within the window on, and from one beyond it; the long ones of
 #: single contexts are in trunks of their own.
 WORTHS = [Worth(sharing=1), Worth(sharing=64, trunk=66)]
@@ -118,14 +109,7 @@ WORTHS = [Worth(sharing=1), Worth(sharing=64, trunk=66)]
 @pytest.mark.parametrize("family", SHARED)
 def test_rows_behind_trunks(family: str, worth: Worth, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "WORTH", worth)
-    source = random.Random(f"{family} {worth}")
     model = proven(SHARED[family], max_batch_tokens=48)
-    prompt, other = draw(2, worth.sharing + 2)
-    live = [(*prompt, token) for token in range(4)]  # the prompt is not computed yet
-    model.check(*live)
-    for step in range(4):
-        live = resampled(source, live)
-        model.check(*live, live[0][: source.randint(1, len(live[0]))])
-        if step == 1:  # ragged growth, a newcomer, and one that leaves the prompt within it
-            live = [(*context, *range(at)) for at, context in enumerate(live)]
-            model.check(*live, other, (*prompt[: worth.sharing // 2], 3, 4))
+    (prompt,) = draw(1, worth.sharing + 2)
+    model.check(*[(*prompt, token) for token in range(4)])  # the prompt is not computed yet
+    check_random_program(model, f"{family} {worth}", prompt=prompt)

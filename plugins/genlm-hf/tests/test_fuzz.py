@@ -1,22 +1,24 @@
-"""Random work; ``costly_fuzz.py`` takes an hour. To repeat what was found:
+"""Random programs. To repeat what was found:
 ``GENLM_FUZZ_SEED=... nox -R -s "plugin(hf)" -- -k fuzz``."""
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Callable, Sequence
 
 import pytest
 
+from tests.programs import fuzz
+
 pytest.importorskip("peft", reason="adapters are made with the package peft")
 
-from .fuzz import ATTENTION, RECURRENT, fuzz
+from .fuzz import ATTENTION, RECURRENT, program
 
 pytestmark = pytest.mark.any_version
 
-SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "16")) / 2
-
 
 @pytest.mark.parametrize("families", [RECURRENT, ATTENTION], ids=["recurrent", "attention"])
-def test_random_work(families: Sequence[str], fuzz_seed: int, say: Callable[[str], None]) -> None:
-    fuzz(families, fuzz_seed, SECONDS, say)
+def test_random_programs(
+    families: Sequence[str], fuzz_seed: int, say: Callable[[str], None]
+) -> None:
+    say(str(fuzz(functools.partial(program, families), fuzz_seed, usually=16, parts=2, rounds=10)))

@@ -27,7 +27,7 @@ from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from tests.engines import rows_of
 
-from .models import beside, interleave, llama_config, proven, unproven
+from .models import beside, check_random_program, llama_config, proven, unproven
 from .shapes import SHAPE
 
 
@@ -43,7 +43,7 @@ def test_half_precision(dtype: str) -> None:
     rows = model.ask((1, 2, 3), (1, 2, 3, 4))
     assert rows.dtype == torch.float32
     assert rows.logsumexp(-1).abs().max() < 1e-4
-    interleave(model, seed=dtype, atol=0.1)
+    check_random_program(model, seed=dtype, atol=0.1)
 
 
 @pytest.mark.any_version
@@ -116,7 +116,7 @@ def test_another_default_type(config: Any) -> None:
     shape = {**SHAPE, "head_dim": 8, "num_local_experts": 4, "attention_hidden_size": 32}
     model = unproven(config(**shape, dtype=torch.float32), max_batch_tokens=48)
     assert model.engine.model.dtype == torch.float32
-    interleave(model, seed=config.__name__, atol=5e-4)
+    check_random_program(model, seed=config.__name__, atol=5e-4)
     (scores,) = model.engine.genlm_sequence_logprobs([Query((1, 2, 3))], [(5, 6)])
     assert scores.dtype == torch.float32
     expected = model.expected((1, 2, 3))[0, 5]
@@ -136,7 +136,7 @@ def test_quantised(bits: int, stored: torch.dtype, tiny: str) -> None:
     assert rows.dtype == torch.float32
     plain = beside(load(tiny), None).ask((1, 2, 3))
     assert (rows - plain).abs().max() > 0.01, "the options are lost"
-    interleave(model, seed=0, atol=0.1)
+    check_random_program(model, seed=0, atol=0.1)
 
 
 @pytest.mark.any_version

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,15 @@ import torch
 from attrs import define
 from transformers import AutoModelForCausalLM
 
+from genlm.conformance import Program
+from genlm.core import Query
+from genlm.core.types import TokenIds
 from genlm.kit.kv.sharing import Worth
 from genlm.mlx import store
+from genlm.mlx.blocks import Blocks
 from genlm.mlx.loading import load
 from genlm.mlx.store import Store
-from tests.programs import Asked, Program, Tokens, constants
+from tests.programs import constants
 
 from .watched import Watched
 
@@ -52,39 +56,39 @@ BUDGETS = [None, 0, 30_000, 1_000_000]
 
 
 class Reference:
-    """Rows of transformers, by adapter; those of all prefixes of a context at once."""
+    """Rows of transformers; those of all prefixes of a context at once.
+
+    Args:
+        folder: Of the model.
+        adapters: The folders of its adapters, by name.
+    """
 
     def __init__(self, folder: Path, adapters: Mapping[str, str]) -> None:
-        self._folder, self._folders = folder, adapters
+        self.folder, self.adapters = folder, adapters
         self._models: dict[str | None, Any] = {}
-        self._known: OrderedDict[Asked, torch.Tensor] = OrderedDict()
+        self._known: OrderedDict[tuple[str | None, TokenIds], torch.Tensor] = OrderedDict()
 
-    def rows(self, asked: Sequence[Asked]) -> list[torch.Tensor]:
-        longest = sorted(set(asked), key=lambda one: -len(one[1]))
-        found = {one: self._whole(*one)[len(one[1]) - 1] for one in longest}
-        return [found[one] for one in asked]
-
-    def _whole(self, name: str | None, tokens: Tokens) -> torch.Tensor:
-        """``[n, vocab_size]`` of a context that begins with ``tokens``."""
+    def row(self, query: Query) -> torch.Tensor:
+        path, tokens = query.adapter and query.adapter.path, query.token_ids
         for (other, known), rows in self._known.items():
-            if other == name and known[: len(tokens)] == tokens:
-                return rows
+            if other == path and known[: len(tokens)] == tokens:
+                return rows[len(tokens) - 1]
         with torch.no_grad():
-            logits = self._model(name)(torch.tensor([tokens]), use_cache=False).logits[0]
-        self._known[name, tokens] = logits.log_softmax(-1)
+            logits = self._model(path)(torch.tensor([tokens]), use_cache=False).logits[0]
+        self._known[path, tokens] = logits.log_softmax(-1)
         while len(self._known) > 200:
             self._known.popitem(last=False)
-        return self._known[name, tokens]
+        return self._known[path, tokens][-1]
 
-    def _model(self, name: str | None) -> Any:
-        if name not in self._models:
-            model = AutoModelForCausalLM.from_pretrained(self._folder).eval()
-            if name is not None:
+    def _model(self, path: str | None) -> Any:
+        if path not in self._models:
+            model = AutoModelForCausalLM.from_pretrained(self.folder).eval()
+            if path is not None:
                 from peft import PeftModel
 
-                model = PeftModel.from_pretrained(model, self._folders[name]).eval()
-            self._models[name] = model
-        return self._models[name]
+                model = PeftModel.from_pretrained(model, path).eval()
+            self._models[path] = model
+        return self._models[path]
 
 
 @define(eq=False, kw_only=True)
@@ -93,14 +97,11 @@ class OnMlx(Program):
 
     model: Watched
     reference: Reference
-    adapters: Mapping[str, str]
-    close: float
 
     def ways(self) -> dict[Callable[[], None], int]:
         return {**super().ways(), self.fail: 4}
 
-    def run(self) -> None:
-        super().run()
+    def look(self) -> None:
         if isinstance(self.engine.store, Store):
             self.engine.store.planner.tree.check_integrity()
 
@@ -116,66 +117,42 @@ class OnMlx(Program):
         finally:
             self.model.failing = False
 
-    def folder_of(self, name: str) -> str:
-        return self.adapters[name]
-
-    def compare(
-        self, asked: Sequence[Asked], given: Sequence[torch.Tensor], columns: Sequence[slice]
-    ) -> None:
-        expected = self.reference.rows(asked)
-        for one, row, right, of in zip(asked, given, expected, columns, strict=True):
-            off = float((row - right[of]).abs().max())
-            assert off < self.close, f"{one[0]}, {len(one[1])} tokens: {off:.3g} off"
+    def expected(self, query: Query) -> torch.Tensor:
+        return self.reference.row(query)
 
 
-def fuzz(
-    folder: Path,
-    adapters: Mapping[str, str],
-    seed: int,
-    seconds: float,
-    longest: int = LONGEST,
-    close: float = CLOSE,
-    say: Callable[[str], None] = print,
-) -> int:
-    """Run random programs for some time; gives how many rows and scores were compared."""
-    reference = Reference(folder, adapters)
-    until, checked = time.monotonic() + seconds, 0
-    while time.monotonic() < until or not checked:
-        source = random.Random(seed)
-        with constants(CONSTANTS, source) as chosen:
-            far = min(longest, source.choice([100, 300, longest]))
-            sizes = STEP_SIZES if far <= 100 else STEP_SIZES[2:]
-            options = {
-                "prefill_step_size": source.choice(sizes),
-                "kv_cache_bytes": source.choice(BUDGETS),
-            }
-            engine = load(str(folder), options)
-            engine._runner.model = watched = Watched(engine.model)
-            if isinstance(engine.store, Store):
-                worth = source.choice(WORTHS)
-                chosen += f", {worth}"
-                engine.store = Store(engine._runner, options["kv_cache_bytes"], worth)
-            program = OnMlx(
+@contextmanager
+def program(
+    reference: Reference, longest: int, close: float, source: random.Random
+) -> Iterator[Program]:
+    """One on the model of a reference, with contexts of so many tokens at most."""
+    far = min(longest, source.choice([100, 300, longest]))
+    options = {
+        "prefill_step_size": source.choice(STEP_SIZES if far <= 100 else STEP_SIZES[2:]),
+        "kv_cache_bytes": source.choice(BUDGETS),
+    }
+    with constants(CONSTANTS, source):
+        engine = load(str(reference.folder), options)
+        engine._runner.model = watched = Watched(engine.model)
+        kept, settings = engine.store, None
+        if isinstance(kept, Store):
+            settings = source.choice(WORTHS)
+        elif isinstance(kept, Blocks):
+            settings = source.choice([kept._ragged, False])
+        if settings is not None:
+            engine.store = type(kept)(engine._runner, options["kv_cache_bytes"], settings)
+        try:
+            yield OnMlx(
                 engine=engine,
                 source=source,
                 longest=far,
-                names=[*adapters],
+                adapters=reference.adapters,
                 chunk=options["prefill_step_size"],
+                atol=close,
                 model=watched,
                 reference=reference,
-                adapters=adapters,
-                close=close,
             )
-            steps = 0
-            try:
-                while steps < 60 and (time.monotonic() < until or not steps):
-                    program.run()
-                    steps += 1
-                program.drained()
-            except BaseException:
-                say(f"{folder.name}: seed {seed}, operation {steps}, {options}, {chosen}")
-                raise
-            checked += program.checked
-            engine.genlm_clear_kv_cache()  # closing would end this thread's streams
-        seed += 1
-    return checked
+        except BaseException as error:
+            error.add_note(f"{reference.folder.name}, {options}, {settings}")
+            raise
+        engine.genlm_clear_kv_cache()  # closing would end this thread's streams

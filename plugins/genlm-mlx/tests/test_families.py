@@ -14,10 +14,7 @@ from mlx_lm.models.cache import ArraysCache
 from transformers import AutoModelForCausalLM
 
 from genlm.core import Query
-from genlm.mlx.adapters import Adapters
-from genlm.mlx.blocks import Blocks
 from genlm.mlx.loading import load
-from genlm.mlx.runner import Runner
 from tests.hub_folders import HUB, loaded
 
 from . import costly_sweep
@@ -30,37 +27,6 @@ def rows_of(engine: Any, contexts: list[list[int]]) -> torch.Tensor:
 
 def cold_rows_of(engine: Any, contexts: list[list[int]]) -> torch.Tensor:
     return torch.cat([engine.logprobs([Query(tuple(c), cold=True)]) for c in contexts])
-
-
-@pytest.mark.parametrize(
-    ("family", "ragged"),
-    [
-        *((family, True) for family in ("gemma2", "gemma3", "mamba", "lfm2", "falcon_h1")),
-        ("gemma3", False),
-        ("falcon_h1", False),
-    ],
-)
-def test_rows_from_blocks_are_those_of_cold_contexts(
-    folders: Folders, family: str, ragged: bool
-) -> None:
-    """Of each row two or three tokens at a time, as 700 rows or more get by default."""
-    engine = load(str(folders(family)), {"prefill_step_size": 14})
-    if not ragged:
-        engine.store = Blocks(Runner(engine.model, Adapters(engine.model), 14), None, ragged=False)
-    rng = random.Random(2)
-
-    def tokens(n: int) -> list[int]:
-        return [rng.randrange(256) for _ in range(n)]
-
-    prompt = tokens(20)
-    contexts = [prompt + tokens(rng.randrange(1, 6)) for _ in range(4)] + [tokens(3), tokens(30)]
-    for _ in range(8):
-        rows = rows_of(engine, contexts)
-        assert (rows - cold_rows_of(engine, contexts)).abs().max() < 1e-3
-        kept = rng.sample(contexts, k=3)
-        grown = [c + tokens(rng.choice([1, 1, 1, 2, 9, 20])) for c in kept]
-        forked = [kept[0] + tokens(1), kept[1][: rng.randrange(1, len(kept[1]) + 1)] + tokens(1)]
-        contexts = [*grown, *forked, prompt + tokens(1), tokens(5)]
 
 
 def test_scores_behind_the_shorter_row_of_a_batch(

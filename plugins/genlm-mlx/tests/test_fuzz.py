@@ -1,19 +1,22 @@
-"""Random programs; `costly_fuzz.py` runs them for an hour."""
+"""Random programs on each way of keeping state."""
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Callable
 
 import pytest
 
-from .fuzz import CLOSE, FAR, RECURRENT, fuzz
+from tests.programs import fuzz
+
+from .fuzz import CLOSE, FAR, RECURRENT, Reference, program
 from .watched import Folders
 
 #: The ways of keeping state, and the longest contexts.
 FAMILIES = {
     "llama": (3000, FAR),
     "gpt2": (250, CLOSE),
+    "mistral": (600, CLOSE),
     "qwen2": (3000, FAR),
     "gemma3": (600, CLOSE),
     "gemma2": (600, CLOSE),
@@ -21,9 +24,6 @@ FAMILIES = {
     "lfm2": (600, CLOSE),
     "falcon_h1": (300, RECURRENT),
 }
-
-#: Of all together.
-SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "8")) / len(FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -34,6 +34,6 @@ def test_random_programs(
     fuzz_seed: int,
     say: Callable[[str], None],
 ) -> None:
-    adapters = lora_folders if family == "llama" else {}
-    longest, close = FAMILIES[family]
-    assert fuzz(folders(family), adapters, fuzz_seed, SECONDS, longest, close, say) > 0
+    reference = Reference(folders(family), lora_folders if family == "llama" else {})
+    begin = functools.partial(program, reference, *FAMILIES[family])
+    say(str(fuzz(begin, fuzz_seed, usually=9, parts=len(FAMILIES))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 
 import mlx.core as mx
 import pytest
@@ -11,13 +10,13 @@ from mlx.utils import tree_flatten
 from structlog.testing import capture_logs
 
 from genlm.core import Query
-from genlm.kit.kv import Blank, Command, Worth
+from genlm.kit.kv import Blank, Command
 from genlm.mlx.blocks import Blocks
 from genlm.mlx.loading import load
 from genlm.mlx.store import Store
 from genlm.mlx.table import Table
 
-from .watched import Folders, Key, Tried, Watched, engine_of, keys_of, tokens_of
+from .watched import Folders, Tried, Watched, engine_of, keys_of, tokens_of
 
 
 @pytest.fixture
@@ -174,28 +173,6 @@ def test_a_trunk_made_of_a_row_keeps_no_more_than_itself(llama: Tried) -> None:
     more = mx.get_active_memory() - llama.kept.nbytes
     llama.kept.clear()
     assert more - mx.get_active_memory() < 100_000
-
-
-@pytest.mark.parametrize(("family", "max_bytes"), [("mistral", 0), ("gpt2", 100_000)])
-def test_whatever_a_program_does_rows_are_right(
-    folders: Folders, family: str, max_bytes: int
-) -> None:
-    tried = Tried(folders(family), Store, max_bytes, Worth(8, 4, 8, 2, 16), step_size=40)
-    rng = random.Random(3)
-
-    def tokens(n: int) -> Key:
-        return tuple(rng.randrange(256) for _ in range(n))
-
-    contexts = [(0, *tokens(20))]
-    for step in range(60):
-        parents = rng.choices(contexts, k=rng.randrange(1, 9))
-        contexts = [(*key, *tokens(rng.choice([1, 1, 1, 2, 12]))) for key in parents]
-        contexts += [key[: rng.randrange(2, len(key) + 1)] for key in contexts[:2]]
-        contexts += [(*contexts[0][: rng.randrange(1, len(contexts[0]))], *tokens(1))]
-        contexts = [key for key in dict.fromkeys(contexts) if len(key) < 240] or [(0, 1)]
-        tried.ask(*contexts)
-        if step % 17 == 5:
-            tried.pin(contexts[0])
 
 
 def test_a_failed_forward_pass_leaves_the_rest_sound(either: Tried) -> None:

@@ -6,27 +6,31 @@ What is asked is answered as the mock answers it, bit for bit, and no change of 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, frozen
 
-from genlm.core import AsyncLM, MockAsyncLM, hookimpl
+from genlm.conformance import Program
+from genlm.conformance.driver import LoopThread
+from genlm.core import AsyncLM, Query, hookimpl
+from genlm.core.mock import hashed_row
+from tools.users import User
 
 from .conftest import PATIENCE
 
 #: How long to go on with rounds; there is one at least.
 SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "6"))
 
-PATHS = ("first-adapter", "second-adapter")
+ADAPTERS = {"a": "first-adapter", "b": "second-adapter"}
 
 
 @frozen
@@ -44,28 +48,54 @@ class Slow:
         return (yield)
 
 
+@define(eq=False, kw_only=True)
+class OnAFleet(Program):
+    """Its state changes often, and rows are those of the mock."""
+
+    vocab_size: int
+
+    def ways(self) -> dict[Callable[[], None], int]:
+        often = {self.step: 8, self.draw: 2, self.score: 2, self.drained: 2}
+        return {**often, self.adapt: 3, self.pin: 2, self.clear: 1}
+
+    def expected(self, query: Query) -> torch.Tensor:
+        return hashed_row(query.token_ids, query.adapter, self.vocab_size)
+
+
 @define
 class Campaign:
-    """Rounds of requests or changes, in each of which replicas are killed."""
+    """Rounds of what programs do, in each of which replicas are killed."""
 
     cluster: Any
     parent: int  # the process that starts those of the replicas
     source: random.Random
-    programs: list[AsyncLM]
-    mock: MockAsyncLM
-    bound: dict[int, str | None] = field(factory=dict)  # by program, the path of its adapter
+    replicas: Any
+    programs: list[Program]
 
-    async def round(self) -> None:
-        kills = asyncio.ensure_future(self.kill())
-        acting = (self.act(number, lm) for number, lm in enumerate(self.programs))
-        await asyncio.wait_for(asyncio.gather(*acting), PATIENCE)
-        await kills
-        await asyncio.to_thread(self.await_all)
+    def round(self) -> None:
+        failed: list[BaseException] = []
 
-    async def kill(self) -> None:
+        def act(program: Program) -> None:
+            try:
+                program.run(6)
+            except BaseException as error:
+                failed.append(error)
+
+        acting = [threading.Thread(target=act, args=(each,)) for each in self.programs]
+        for one in acting:
+            one.start()
+        self.kill()
+        for one in acting:
+            one.join(PATIENCE)
+            assert not one.is_alive(), "a program hangs"
+        for error in failed:
+            raise error
+        self.await_all()
+
+    def kill(self) -> None:
         """One replica, or all at once; perhaps again, as soon as there is one."""
         for _ in range(self.source.randint(1, 2)):
-            await asyncio.sleep(self.source.choice([0.0, 0.01, 0.05, 0.2, 2.0]))
+            time.sleep(self.source.choice([0.0, 0.01, 0.05, 0.2, 2.0]))
             there = self.processes()
             number = self.source.choice([1, 1, len(there)])
             for pid in self.source.sample(there, min(number, len(there))):
@@ -84,64 +114,38 @@ class Campaign:
     def await_all(self) -> None:
         """Until every replica has loaded its model: one that is killed whenever it loads is given
         up."""
-        for index in range(len(self.programs[0].underlying_model)):
+        for index in range(len(self.replicas)):
             deadline = time.monotonic() + PATIENCE
             while True:
-                loaded = self.programs[0].underlying_model[index].__ray_call__
+                loaded = self.replicas[index].__ray_call__
                 try:
                     self.cluster.get(loaded.remote(lambda replica: len(replica.lm.byte_vocab)))
                     break
                 except self.cluster.exceptions.RayError:
                     assert time.monotonic() < deadline, f"replica {index} did not come back"
 
-    async def act(self, number: int, lm: AsyncLM) -> None:
-        acts: list[Callable[[int, AsyncLM], Any]] = [self.ask, self.ask, self.bind, self.pin]
-        await self.source.choice(acts)(number, lm)
-        await self.ask(number, lm)
-
-    async def bind(self, number: int, lm: AsyncLM) -> None:
-        path = self.source.choice(PATHS)
-        await asyncio.to_thread(lm.add_new_lora, path, "mine")
-        self.bound[number] = path
-
-    async def pin(self, number: int, lm: AsyncLM) -> None:
-        if self.source.random() < 0.2:
-            await asyncio.to_thread(lm.clear_kv_cache)
-        await asyncio.to_thread(lm.cache_kv, [self.source.randrange(200)])
-
-    async def ask(self, number: int, lm: AsyncLM) -> None:
-        """Rows, draws and scores."""
-        path = self.bound.get(number)
-        asked = []
-        for _ in range(self.source.randint(1, 80)):
-            ids = self.source.choices(range(200), k=self.source.randint(1, 60))
-            lora = self.source.choice([None, path])
-            asked.append((self.source.choice("rrrds"), ids, lora))
-        given = [(kind, ids, lora and "mine") for kind, ids, lora in asked]
-        answers = await asyncio.gather(*(answer(lm, *each) for each in given))
-        for each, got in zip(asked, answers, strict=True):
-            expected = await answer(self.mock, *each)
-            assert torch.equal(torch.as_tensor(got), torch.as_tensor(expected)), each
-
-
-async def answer(lm: AsyncLM, kind: str, ids: list[int], lora: str | None) -> Any:
-    if kind == "d":
-        return await lm.sample(ids, 5, [], seed=7, lora_name=lora)
-    if kind == "s":
-        return await lm.sequence_logprobs(ids, [1, 2, 3], lora_name=lora)
-    return await lm.next_token_logprobs(ids, lora_name=lora)
-
 
 def test_kills_in_every_state(cluster: Any, fleet: Callable[..., AsyncLM], fuzz_seed: int) -> None:
     options: dict[str, Any] = {"continuous": True, "delay": 0.005, "wrappers": [Slow()]}
     options = {"replicas": 3, "name": f"fuzz{fuzz_seed}", "backend_opts": options}
-    programs = [fleet(**options), fleet(**options)]
+    lms = [fleet(**options), fleet(**options)]
+    programs = [
+        OnAFleet(
+            engine=User(lm, LoopThread(), str(number), PATIENCE),
+            source=random.Random(f"{fuzz_seed}-{number}"),
+            longest=100,
+            tokens=range(200),
+            adapters=ADAPTERS,
+            atol=0.0,
+            seeds=True,
+            vocab_size=len(lm.byte_vocab),
+        )
+        for number, lm in enumerate(lms)
+    ]
     parent = cluster.get(cluster.remote(lambda: os.getppid()).remote(), timeout=PATIENCE)
-    with MockAsyncLM() as mock:
-        for path in PATHS:
-            mock.add_new_lora(path, path)
-        campaign = Campaign(cluster, parent, random.Random(fuzz_seed), programs, mock)
-        asyncio.run(campaign.round())
-        deadline = time.monotonic() + SECONDS
-        while time.monotonic() < deadline:
-            asyncio.run(campaign.round())
+    source, replicas = random.Random(fuzz_seed), lms[0].underlying_model
+    campaign = Campaign(cluster, parent, source, replicas, programs)
+    campaign.round()
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        campaign.round()

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from genlm.core.types import Adapter, Query, Request, SampleRequest, SamplingParams, ScoreRequest
+from genlm.conformance import Program
+from genlm.core.types import Query, Request, SampleRequest, SamplingParams, ScoreRequest
 
 # Small enough that prompts are computed in chunks, sessions give way to each other (the cache of
 # the small model holds 864 tokens), and the length limit is near.
@@ -83,41 +84,19 @@ class Driven:
         return self.ask(*map(ScoreRequest, queries, continuations))
 
 
-def check_random_program(
-    engine: Driven, seed: int, adapters: Sequence[Adapter | None] = (None,), steps: int = 25
-) -> None:
-    """Of a dozen contexts some are extended in each step, by a token or by many, once or by forks,
-    beside draws; some leave and others come. Rows are the cold ones, draws those made alone."""
-    dice = random.Random(seed)
-    answers: dict[Request, Any] = {}
-    rows: dict[Query, Any] = {}
-    draws: list[SampleRequest] = []
-    known = [Query(text(n, dice.choice([1, 20, 40, 90])), dice.choice(adapters)) for n in range(12)]
-    for step in range(steps):
-        batch = dict.fromkeys(
-            each.extended(text(dice.randrange(1 << 30), dice.choice([1, 1, 1, 2, 40])))
-            for each in dice.sample(known, dice.randrange(1, 9))
-            for _ in range(dice.choice([1, 1, 3]))
-            if len(each.token_ids) < 200
-        )
-        newcomers: list[Request] = [*batch]
-        if step % 4 == 1:
-            # A long one, and some with a seed, whose prompts must be computed in one step.
-            long = SamplingParams(max_tokens=190, temperature=0.0)
-            params = long if step == 5 else SamplingParams(max_tokens=8, seed=step)
-            prompt = Query(text(step, 5 if params is long else 50), dice.choice(adapters))
-            draws.append(SampleRequest(prompt, params))
-            newcomers.append(draws[-1])
-        found = engine.step(*newcomers)
-        while not found.keys() >= batch.keys():
-            found |= engine.step()
-        answers |= found
-        rows |= {query: found[query] for query in [*batch][:4]}
-        known = [*dice.sample(known, 6), *[*batch][:6]]
-        known.append(Query(text(100 + step, 30), dice.choice(adapters)))
-    while not answers.keys() >= set(draws):
-        answers |= engine.step()
-    engine.genlm_clear_kv_cache()
-    engine.assert_cold_rows(rows)
-    for draw in draws:
-        assert answers[draw] == engine.draw([draw.query], [draw.params])[0]
+def random_program(
+    engine: Driven, source: random.Random, seeds: bool = True, **options: Any
+) -> Program:
+    """A program on contexts of several blocks, beside draws that may preempt others."""
+    return Program(
+        engine=engine,
+        source=source,
+        longest=200,
+        tokens=range(100, VOCABULARY),
+        chunk=SMALL["max_num_batched_tokens"] // 2,
+        most=12,
+        share=0.5,
+        may_lack_room=True,
+        seeds=seeds,
+        **options,
+    )

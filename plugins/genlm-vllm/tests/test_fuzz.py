@@ -1,31 +1,22 @@
-"""Random programs on two models, each closed in the middle of its work; `costly_fuzz.py` runs them
-for an hour."""
+"""Random programs in a small cache; those of test_running.py are the same each time."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from contextlib import contextmanager
 
-from genlm.conformance import ConformanceSuite
-from tools.soak import random_work
+from tests.programs import fuzz
 
-SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "5"))
+from .driven import random_program
 
 
-def test_two_models_one_of_which_is_closed(
-    tiny_path: str, fuzz_seed: int, say: Callable[[str], None]
-) -> None:
-    suite = ConformanceSuite()
-    suite.backend, suite.model, suite.seed = "vllm", tiny_path, fuzz_seed
-    # Prompts in chunks, contexts of several blocks, a cache of about a thousand tokens.
-    suite.options = {
-        "cache_size": 0,
-        "engine_opts": {
-            "dtype": "float32",
-            "max_model_len": 256,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 64,
-            "kv_cache_memory_bytes": 1 << 20,
-        },
-    }
-    say(random_work(suite, SECONDS, longest=200))
+def test_random_programs(lora_engine, write_adapter, fuzz_seed, say):
+    adapters = {name: write_adapter(name, seed=ord(name)) for name in "ab"}
+
+    @contextmanager
+    def program(source):
+        made = random_program(lora_engine, source, seeds=False, adapters=adapters)
+        yield made
+        made.leave()
+        lora_engine.genlm_clear_kv_cache()
+
+    say(str(fuzz(program, fuzz_seed, usually=5)))

@@ -3,6 +3,8 @@ ones, and that sessions pause where they cannot run on."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from structlog.testing import capture_logs
 
@@ -11,7 +13,7 @@ from genlm.vllm import running
 from genlm.vllm.running import RunningSessions
 from genlm.vllm.sessions import Sessions
 
-from .driven import check_random_program, text
+from .driven import random_program, text
 
 
 def joined(engine, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -38,11 +40,15 @@ def test_an_extended_session_stays_in_the_batch(engine, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_programs_in_a_small_cache(engine, seed):
-    check_random_program(engine, seed)
+    random_program(engine, random.Random(seed)).run(40)
 
 
-def test_random_programs_with_adapters(lora_engine, add, monkeypatch):
-    check_random_program(lora_engine, 9, [None, add("a"), add("b")], steps=12)
+def test_random_programs_with_adapters(lora_engine, write_adapter, monkeypatch):
+    folders = {name: write_adapter(name, seed=ord(name)) for name in "ab"}
+    program = random_program(lora_engine, random.Random(9), adapters=folders)
+    program.adapt()
+    program.run(30)
+    program.leave()
     assert joined(lora_engine, monkeypatch) == 0
 
 
@@ -99,4 +105,4 @@ def test_they_pause_where_vllm_lacks_what_they_need_or_rows_differ(load_briefly,
     assert "input_batch.unheard_of" in lacks
     assert "apart" in differs
     assert joined(engine, monkeypatch) == 4
-    check_random_program(engine, 3, steps=8)
+    random_program(engine, random.Random(3)).run(15)

@@ -1,0 +1,391 @@
+"""Random programs, through the hooks of an engine: contexts that go on, fork, are cut, share a
+prompt or are new; draws and scores of them; kept state and adapters that come and go. Every answer
+is compared."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+
+from genlm.conformance.compare import Violation, check
+from genlm.core.errors import EngineError
+from genlm.core.types import (
+    Adapter,
+    Answer,
+    Query,
+    Request,
+    SampleRequest,
+    SamplingParams,
+    ScoreRequest,
+    TokenIds,
+    query_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+#: The most tokens of all newcomers of a step, unless there is one only.
+MOST_NEW = 6000
+
+#: How many contexts go on in a step.
+SIZES = (1, 2, 5, 5, 12, 40)
+
+#: In so many steps whatever is in flight must be answered.
+STEPS = 20_000
+
+#: The most tokens that are scored, how many to score or draw, and the most that are compared.
+LONGEST_SCORE = 70
+SCORED = (1, 2, 5, LONGEST_SCORE)
+DRAWN = (1, 2, 5, 5, 20, 100)
+PLACES = 8
+
+#: Of adapters; those of an engine are never used again, nor by another program.
+VERSIONS = itertools.count(1)
+
+
+def call(engine: Any, hook: str, **given: Any) -> Any:
+    """Call a hook of an engine as the core does: with those of the arguments that it names.
+    Without such a hook nothing is called, and the result is ``None``."""
+    own = getattr(engine, hook, None)
+    if own is None:
+        return None
+    named = inspect.signature(own).parameters
+    return own(**{name: value for name, value in given.items() if name in named})
+
+
+@define(eq=False, kw_only=True)
+class Program:
+    """A random program for an engine, which is asked as the core asks one. The same engine and the
+    same source of chance make the same program.
+
+    By default rows are compared with the engine's own cold ones. A subclass may know better
+    (:meth:`expected`), and may have other things happen (:meth:`ways`).
+
+    Args:
+        engine: An object with the hooks of an engine.
+        source: Everything follows from it.
+        longest: The longest context, in tokens.
+        tokens: Contexts are made of these.
+        first: The context that others go on from at first; three tokens if it is empty.
+        adapters: The folders of adapters, by the names that they are bound to.
+        chunk: Prefixes of one prompt are asked for around its multiples.
+        most: The most contexts that go on in a step.
+        atol: How far log-probabilities may be off, nats.
+        share: Of the answers that are compared.
+        may_lack_room: Whether it is no fault that a prefix cannot be pinned.
+        seeds: Whether some draws have a seed. They must be the same alone, and rounding may move
+            one of many thousands.
+    """
+
+    engine: Any
+    source: random.Random
+    longest: int
+    tokens: Sequence[int] = range(256)
+    first: Sequence[int] = ()
+    adapters: Mapping[str, str] = field(factory=dict)
+    chunk: int = 16
+    most: int = 40
+    atol: float = 5e-4
+    share: float = 1.0
+    may_lack_room: bool = False
+    seeds: bool = False
+    #: What was done, and how much was compared.
+    counts: Counter[str] = field(factory=Counter, init=False)
+    #: What is in flight, in the order asked.
+    in_flight: dict[Request, None] = field(factory=dict, init=False)
+    #: The adapters that are bound now, by name.
+    bound: dict[str, Adapter] = field(factory=dict, init=False)
+    _known: list[Query] = field(factory=list, init=False)
+    _answered: list[Answer] = field(factory=list, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._known.append(self._begin())
+
+    # --- what a subclass may say ------------------------------------------------------------------
+
+    def ways(self) -> dict[Callable[[], None], int]:
+        """What may happen, and how often."""
+        return {
+            self.step: 60, self.drained: 12, self.score: 8, self.draw: 8, self.cold: 4,
+            self.pin: 3, self.clear: 2, self.adapt: 5,
+        }  # fmt: skip
+
+    def expected(self, query: Query) -> torch.Tensor:
+        """The right row of a context, ``[vocab_size]``. Asked for while nothing is in flight."""
+        row: torch.Tensor = self.alone(Query(query.context, query.adapter, cold=True))
+        return row
+
+    def compare_row(self, query: Query, row: torch.Tensor, of: slice = slice(None)) -> None:
+        """Compare the row of a context, or some entries of it.
+
+        Raises:
+            Violation: they are not those of the right row.
+        """
+        right = self.expected(query)[of].double()
+        given = row.double()
+        if not given.allclose(right, rtol=0.0, atol=self.atol, equal_nan=True):
+            off = float((given - right).abs().nan_to_num(math.inf).max())
+            raise Violation(f"{query}: {off:.3g} off")
+
+    def adapter(self) -> tuple[str, str] | None:
+        """A name, and the folder to bind to it now; ``None`` where there is none."""
+        return self.source.choice([*self.adapters.items()]) if self.adapters else None
+
+    def fresh(self, count: int) -> TokenIds:
+        """So many random tokens."""
+        return tuple(self.source.choices(self.tokens, k=count))
+
+    def look(self) -> None:
+        """See to what must be true at any time; nothing by default."""
+
+    # --- what may happen --------------------------------------------------------------------------
+
+    def run(self, times: int) -> None:
+        """So many random things one after the other, and the end of what is in flight."""
+        ways = self.ways()
+        for _ in range(times):
+            (way,) = self.source.choices([*ways], [*ways.values()])
+            way()
+            self.look()
+        self.drained()
+
+    def step(self) -> None:
+        """Newcomers, some that leave, and a step."""
+        may_leave = self.in_flight if self._takes("dropped") else ()
+        leaving = [one for one in may_leave if self.source.random() < 0.1]
+        for one in leaving:
+            del self.in_flight[one]
+        self.advance(self.some(), leaving)
+
+    def drained(self) -> None:
+        """Steps until nothing is in flight, and a look at all answers: the hooks that follow are
+        called only then."""
+        for _ in range(STEPS):
+            if not self.in_flight:
+                break
+            self.advance()
+        check(not self.in_flight, f"{len(self.in_flight)} requests are never answered")
+        answered, self._answered = self._answered, []
+        # The longest first: a subclass may know of all beginnings what it knows of a context.
+        for one in sorted(answered, key=lambda one: -query_of(one.request).length):
+            if self.source.random() < self.share:
+                self._compare(one.request, one.result)
+
+    def score(self) -> None:
+        """Scores beside what is in flight, where the engine takes them in its steps."""
+        some = [
+            ScoreRequest(
+                Query(one.context.first(max(self.longest - LONGEST_SCORE, 1)), one.adapter),
+                self.fresh(min(self.source.choice(SCORED), self.longest)),
+            )
+            for one in self._few()
+        ]
+        if self._takes("scores"):
+            self.advance(some)
+            return
+        self.drained()
+        queries, tails = [one.query for one in some], [one.continuation for one in some]
+        scores = call(self.engine, "genlm_sequence_logprobs", queries=queries, continuations=tails)
+        for request, score in zip(some, scores or [None] * len(some), strict=True):
+            self._compare(request, score)
+
+    def draw(self) -> None:
+        """Draws beside what is in flight, where the engine takes them in its steps."""
+        if self._takes("samples"):
+            room = [(one, self.longest - one.length) for one in self._few()]
+            self.advance([SampleRequest(one, self._params(most)) for one, most in room if most])
+
+    def cold(self) -> None:
+        self.drained()
+        one = self.source.choice(self._known)
+        self.compare_row(one, self.alone(Query(one.context, one.adapter, cold=True)))
+
+    def pin(self) -> None:
+        self.drained()
+        with suppress(*[EngineError] * self.may_lack_room):
+            call(self.engine, "genlm_cache_prefix", query=self.source.choice(self._known))
+            self.counts["pins"] += 1
+
+    def clear(self) -> None:
+        self.drained()
+        call(self.engine, "genlm_clear_kv_cache")
+
+    def adapt(self) -> None:
+        """Bind a name, perhaps anew, or remove one."""
+        self.drained()
+        if self.bound and self.source.random() < 0.4:
+            name = self.source.choice([*self.bound])
+            self._now_bound(name, None)
+        elif (found := self.adapter()) is not None:
+            new = Adapter(*found, next(VERSIONS))
+            contents = call(self.engine, "genlm_read_lora", adapter=new)
+            call(self.engine, "genlm_add_lora", adapter=new, contents=contents)
+            self._now_bound(new.name, new)
+
+    def leave(self) -> None:
+        """Remove the adapters that are bound, for those who use the engine after this."""
+        for name in [*self.bound]:
+            self._now_bound(name, None)
+
+    def _now_bound(self, name: str, new: Adapter | None) -> None:
+        old = self.bound.pop(name, None)
+        if new is not None:
+            self.bound[name] = new
+        if old is not None:
+            call(self.engine, "genlm_remove_lora", adapter=old)
+        now = [
+            Query(one.context, new) if old is not None and one.adapter == old else one
+            for one in self._known
+            if new is not None or old is None or one.adapter != old
+        ]
+        self._known = now or [self._begin()]
+
+    # --- asking -----------------------------------------------------------------------------------
+
+    def advance(self, new: Iterable[Request] = (), dropped: Sequence[Request] = ()) -> None:
+        """One step of the engine with newcomers, less those that are in flight already."""
+        newcomers = [one for one in dict.fromkeys(new) if one not in self.in_flight]
+        if not (newcomers or dropped or self.in_flight):
+            return
+        self.in_flight.update(dict.fromkeys(newcomers))
+        for answer in self._step(newcomers, dropped):
+            if answer.request in self.in_flight:
+                del self.in_flight[answer.request]
+                self._answered.append(answer)
+                self._go_on(answer)
+            else:  # one that is dropped may be answered in the same step
+                what = f"{query_of(answer.request)} is answered, and is not in flight"
+                check(answer.request in dropped, what)
+
+    def alone(self, request: Request) -> Any:
+        """What the engine answers to a request alone."""
+        answers = self._step([request], ())
+        for _ in range(STEPS):
+            if answers:
+                return answers[0].result
+            answers = self._step((), ())
+        raise Violation(f"{query_of(request)} is never answered")
+
+    def some(self) -> list[Query]:
+        """Contexts that go on, fork, are cut, share a prompt, are asked with another adapter, or
+        are new."""
+        source, room = self.source, MOST_NEW
+        asked: dict[Query, None] = {}
+        for known in source.choices(self._known[-60:], k=min(source.choice(SIZES), self.most)):
+            one = self._grown(known)
+            room -= one.length
+            if room > 0 or not asked:
+                asked[one] = None
+        if source.random() < 0.15:  # beginnings of one, some of them a whole number of chunks
+            whole = source.choice([*asked])
+            for count in range(1, 5):
+                stop = count * self.chunk + source.choice([0, 0, 1, -1])
+                if 0 < stop <= whole.length:
+                    asked[Query(whole.context.first(stop), whole.adapter)] = None
+        if source.random() < 0.3:
+            length = source.choices([1, 2, 20, 100, 513, self.longest], [4, 4, 8, 4, 2, 1])[0]
+            asked[Query(self.fresh(min(length, self.longest)), self._any_bound())] = None
+        self._known = [*self._known[-200:], *asked]
+        return [*asked]
+
+    def _grown(self, one: Query) -> Query:
+        """One that goes on, perhaps from an earlier place or with another adapter; it may know of
+        which it is an extension."""
+        cut = self.source.choice([one.length] * 6 + [self.source.randint(1, one.length)])
+        context = one.context if cut == one.length else one.context.first(cut)
+        more = self.source.choice([0, 1, 1, 1, 1, 1, 2, 3, 9, 40])
+        if tail := self.fresh(more)[: self.longest - cut]:
+            context = context.followed_by(tail)
+        adapter = self._any_bound() if self.source.random() < 0.15 else one.adapter
+        return Query(context.token_ids if self.source.random() < 0.3 else context, adapter)
+
+    def _begin(self) -> Query:
+        return Query(tuple(self.first) or self.fresh(3))
+
+    def _few(self) -> list[Query]:
+        return self.source.choices(self._known, k=self.source.choice([1, 1, 3]))
+
+    def _any_bound(self) -> Adapter | None:
+        return self.source.choice([None, *self.bound.values()])
+
+    def _params(self, most: int) -> SamplingParams:
+        count = min(self.source.choice(DRAWN), most)
+        if self.seeds and self.source.random() < 0.5:
+            return SamplingParams(count, seed=self.source.randrange(1000))
+        return SamplingParams(count, temperature=0.0)
+
+    def _takes(self, argument: str) -> bool:
+        """Whether the engine takes something in its steps."""
+        step = getattr(self.engine, "genlm_step", None)
+        return step is not None and argument in inspect.signature(step).parameters
+
+    def _step(self, new: Sequence[Request], dropped: Sequence[Request]) -> Sequence[Answer]:
+        kinds: dict[type, list[Any]] = {Query: [], SampleRequest: [], ScoreRequest: []}
+        for one in new:
+            kinds[type(one)].append(one)
+        queries, samples, scores = kinds.values()
+        if not hasattr(self.engine, "genlm_step"):
+            rows = call(self.engine, "genlm_next_token_logprobs", queries=queries)
+            return [Answer(query, row) for query, row in zip(queries, rows, strict=True)]
+        answers: Sequence[Answer] = call(
+            self.engine,
+            "genlm_step",
+            queries=queries,
+            samples=samples,
+            scores=scores,
+            dropped=dropped,
+        )
+        return answers
+
+    # --- what comes of it -------------------------------------------------------------------------
+
+    def _go_on(self, answer: Answer) -> None:
+        """What was drawn is gone on with."""
+        request, drawn = answer.request, answer.result
+        if isinstance(request, SampleRequest) and isinstance(drawn, Sequence) and drawn:
+            self._known.append(request.query.extended(tuple(drawn)))
+
+    def _compare(self, request: Request, result: Any) -> None:
+        if isinstance(result, BaseException):
+            raise result
+        if result is None:  # declined
+            return
+        self.counts["answers"] += 1
+        if isinstance(request, Query):
+            self.compare_row(request, result)
+        elif isinstance(request, SampleRequest):
+            self._compare_draw(request, [*result])
+        else:
+            self._compare_score(request, result)
+
+    def _compare_score(self, request: ScoreRequest, scores: torch.Tensor) -> None:
+        tokens = request.continuation
+        check(len(scores) == len(tokens), f"{len(scores)} scores of {len(tokens)} tokens")
+        for at in self._places(len(tokens)):
+            before = request.query.extended(tokens[:at]) if at else request.query
+            self.compare_row(before, scores[at : at + 1], slice(tokens[at], tokens[at] + 1))
+
+    def _compare_draw(self, request: SampleRequest, drawn: Sequence[int]) -> None:
+        query, params = request.query, request.params
+        what = f"{query}: {params} draws {drawn}"
+        check(len(drawn) == params.max_tokens, what)
+        if params.seed is not None:
+            alone = self.alone(SampleRequest(query, params))
+            check(list(drawn) == list(alone), f"{what}; alone it draws {alone}")
+            return
+        for at in self._places(len(drawn)):
+            row = self.expected(query.extended(tuple(drawn[:at])) if at else query)
+            best = row[: len(self.engine.tokenizer)].max()  # rows may be wider
+            behind = float(best - row[drawn[at]])
+            check(behind <= self.atol, f"{what}: token {at} is {behind:.3g} behind the best")
+
+    def _places(self, length: int) -> list[int]:
+        return self.source.sample(range(length), min(length, PLACES))

@@ -1,9 +1,0 @@
-"""The random programs of `test_fuzz.py` for an hour, or GENLM_FUZZ_SECONDS."""
-
-from __future__ import annotations
-
-import os
-
-os.environ.setdefault("GENLM_FUZZ_SECONDS", "3600")
-
-from .test_fuzz import *  # noqa: F403

@@ -1,0 +1,93 @@
+"""Random programs find what they look for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from genlm.conformance import Program, Violation
+from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
+from genlm.core.types import query_of
+
+from .mutants import MUTANTS
+from .mutants.working_engine import WorkingEngine
+
+pytestmark = pytest.mark.any_version
+
+ADAPTERS = {"a": "first-adapter", "b": "second-adapter"}
+
+
+def program(engine: Callable[..., MockEngine], **options: Any) -> Program:
+    made = engine(ByteTokenizer(), max_context=1024)
+    return Program(engine=made, source=random.Random(0), longest=120, adapters=ADAPTERS, **options)
+
+
+@pytest.mark.parametrize("engine", [MockEngine, ContinuousMockEngine, WorkingEngine])
+def test_nothing_is_found_on_a_sound_engine(engine: type[MockEngine]) -> None:
+    sound = program(engine, seeds=True)
+    sound.run(200)
+    assert sound.counts["answers"] > 200
+    assert sound.counts["pins"] > 0
+
+
+#: One for each thing that they do: in steps and without them.
+FOUND = (
+    "EvictedAndStillFound",
+    "PinnedAreNotMoved",
+    "PinnedPrefixCountedTwice",
+    "ProgressOfADroppedPrompt",
+    "ScoresShiftedByThePrefix",
+    "SortedAndNotPutBack",
+    "StateKeptWithoutItsAdapter",
+    "StepsShareOneBuffer",
+)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_mutant_is_found(name: str) -> None:
+    with pytest.raises(Violation, match=r"the context \[.* off"):
+        program(MUTANTS[name].engine).run(300)
+
+
+class LongOnesNeverEnd(ContinuousMockEngine):
+    """It never gets on with contexts of more than a hundred tokens."""
+
+    def _steps_of(self, request: Any) -> int:
+        return 10**9 if query_of(request).length > 100 else super()._steps_of(request)
+
+
+class SecondBest(ContinuousMockEngine):
+    """Its draws of more than a token end in the second best one."""
+
+    def _draw(self, query: Any, params: Any) -> list[int]:
+        *drawn, last = super()._draw(query, params)
+        best = self.row(query.extended(tuple(drawn)) if drawn else query).topk(2).indices
+        return [*drawn, int(best[1]) if drawn else last]
+
+
+class SeedsOfTheBatch(ContinuousMockEngine):
+    """A seed means another draw where others are in flight."""
+
+    def _draw(self, query: Any, params: Any) -> list[int]:
+        more = min(len(self._in_flight), 1)
+        drawn = super()._draw(query, params)
+        return drawn if params.seed is None else [(token + more) % 256 for token in drawn]
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (LongOnesNeverEnd, "requests are never answered"),
+        (SecondBest, "behind the best"),
+        (SeedsOfTheBatch, "; alone it draws"),
+    ],
+)
+def test_a_faulty_step_is_found(
+    engine: type[MockEngine], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genlm.conformance.programs.STEPS", 200)
+    with pytest.raises(Violation, match=said):
+        program(engine, seeds=True).run(300)
