@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from genlm.conformance import ConformanceSuite, Violation
 from genlm.conformance.driver import Driver
+from genlm.conformance.properties import for_all
 from genlm.conformance.report import counterexample, run
 from genlm.conformance.subject import Subject
 from genlm.core import Query, hookimpl
@@ -80,7 +81,7 @@ def test_a_failure_that_comes_and_goes_shows_the_violation() -> None:
 
     with pytest.raises(Violation, match="is wrong") as failed:
 
-        @subject.for_all(number=st.integers())
+        @for_all(subject, number=st.integers())
         def holds(number: int) -> None:
             if next(failures, False):
                 raise Violation(f"{number} is wrong")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from genlm.conformance.compare import answered, check
 from genlm.conformance.driver import Outcome, started
+from genlm.conformance.properties import for_all
 from genlm.conformance.subject import Subject
 from genlm.core.errors import QueriesResetError
 from genlm.core.types import TokenIds
@@ -22,7 +23,7 @@ class CallerClauses:
         """``reset_async_queries`` answers every waiting caller with an error at once; the model
         goes on."""
 
-        @live.for_all(examples=5, contexts=live.contexts.distinct())
+        @for_all(live, examples=5, contexts=live.contexts.distinct())
         def reset_fails_what_is_pending(contexts: list[TokenIds]) -> None:
             async def scenario() -> tuple[Outcome, list[Outcome]]:
                 with live.gate.held():
@@ -47,7 +48,7 @@ class CallerClauses:
         """A blocking call works inside a running event loop, also while that loop's own requests
         are pending."""
 
-        @live.for_all(examples=5, contexts=live.contexts.distinct(least=2, most=2))
+        @for_all(live, examples=5, contexts=live.contexts.distinct(least=2, most=2))
         def blocking_call_inside_a_running_loop(contexts: list[TokenIds]) -> None:
             async def scenario() -> tuple[Outcome, Outcome]:
                 (task,) = await started(live.lm.next_token_logprobs(contexts[0]))
@@ -65,8 +66,10 @@ class CallerClauses:
         """Threads with blocking calls and threads with event loops of their own, all at once, get
         their cold rows."""
 
-        @live.for_all(
-            examples=10, shares=st.lists(live.contexts.distinct(least=1), min_size=2, max_size=4)
+        @for_all(
+            live,
+            examples=10,
+            shares=st.lists(live.contexts.distinct(least=1), min_size=2, max_size=4),
         )
         def several_threads(shares: list[list[TokenIds]]) -> None:
             def blocking(contexts: list[TokenIds]) -> list[Outcome]:
@@ -85,7 +88,7 @@ class CallerClauses:
         """The model works in one event loop after another, also when a loop was closed with
         requests pending."""
 
-        @live.for_all(examples=5, contexts=live.contexts.distinct())
+        @for_all(live, examples=5, contexts=live.contexts.distinct())
         def loops_one_after_the_other(contexts: list[TokenIds]) -> None:
             abandoned = asyncio.new_event_loop()
             # It would complain of the tasks that are left in it.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from genlm.conformance.compare import check
+from genlm.conformance.properties import for_all
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -29,7 +30,7 @@ class RowClauses:
         """Asynchronous, blocking, batched, uncached: all the same row, float32 of one number per
         token of ``byte_vocab``, without autograd graph."""
 
-        @live.for_all(context=live.contexts.any())
+        @for_all(live, context=live.contexts.any())
         def every_way_of_asking_agrees(context: TokenIds) -> None:
             for way, row in every_way(live, context).items():
                 shape = tuple(row.shape)
@@ -41,7 +42,7 @@ class RowClauses:
     def test_equal_questions_share_one_slot(self, live: Subject) -> None:
         """The engine sees each of the pending requests once, however many callers ask it."""
 
-        @live.for_all(context=live.contexts.any(), callers=st.integers(2, 4))
+        @for_all(live, context=live.contexts.any(), callers=st.integers(2, 4))
         def equal_questions_share_one_slot(context: TokenIds, callers: int) -> None:
             live.gather([context] * callers)
             times = sum(query.token_ids == context for query in live.gate.seen)
@@ -54,7 +55,7 @@ class RowClauses:
     def test_row_belongs_to_its_caller(self, live: Subject) -> None:
         """Writing into a row changes no other caller's row, and nothing that is cached."""
 
-        @live.for_all(context=live.contexts.any(), callers=st.integers(2, 4))
+        @for_all(live, context=live.contexts.any(), callers=st.integers(2, 4))
         def row_belongs_to_its_caller(context: TokenIds, callers: int) -> None:
             mine, *others = live.gather([context] * callers)
             mine.fill_(0.0)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from genlm.conformance.agreement import expect_score
 from genlm.conformance.compare import Violation, answered, brief, check, difference
 from genlm.conformance.driver import Outcome, started, submitted
+from genlm.conformance.properties import for_all
 from genlm.conformance.subject import Subject, with_adapter
 from genlm.core.errors import UnknownAdapterError
 from genlm.core.types import TokenIds
@@ -52,7 +53,7 @@ class AdapterClauses:
 
         queries = st.tuples(live.contexts.any(), st.sampled_from(names))
 
-        @live.for_all(least=6, asked=st.lists(queries, min_size=2, max_size=5))
+        @for_all(live, least=6, asked=st.lists(queries, min_size=2, max_size=5))
         def adapters_in_one_batch(asked: list[tuple[TokenIds, str | None]]) -> None:
             asked = [*asked, *((asked[0][0], name) for name in names)]
             how = f"in a batch with {', '.join(_named(name) for _, name in asked)}"
@@ -63,7 +64,8 @@ class AdapterClauses:
         another."""
         names = [None, *live.needs_adapters()]
 
-        @live.for_all(
+        @for_all(
+            live,
             examples=14,
             least=8,
             context=live.contexts.any(),
@@ -86,8 +88,12 @@ class AdapterClauses:
         cached under it."""
         first, second, *_ = live.needs_adapters(2)
 
-        @live.for_all(
-            examples=10, context=live.contexts.any(), pinned=st.booleans(), removed=st.booleans()
+        @for_all(
+            live,
+            examples=10,
+            context=live.contexts.any(),
+            pinned=st.booleans(),
+            removed=st.booleans(),
         )
         def rebound_adapter(context: TokenIds, pinned: bool, removed: bool) -> None:
             old, new = live.cold(context, first), live.cold(context, second)
@@ -139,7 +145,7 @@ class AdapterClauses:
         live.reset()
         # Of several blocks, also where Hypothesis chooses a short one.
         removed_adapter(live.contexts.long(min(40, live.contexts.limit - 1), 1))
-        live.for_all(examples=4, context=live.contexts.any())(removed_adapter)
+        for_all(live, examples=4, context=live.contexts.any())(removed_adapter)
 
     def test_adapters_changed_in_flight(self, live: Subject) -> None:
         """Adapters are bound anew, removed and added while rows, a score and a cancelled draw with

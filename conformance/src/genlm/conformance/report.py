@@ -15,7 +15,8 @@ import pytest
 from attrs import asdict, field, frozen
 
 from genlm.conformance.compare import Violation, origin
-from genlm.conformance.subject import Subject, violation_in
+from genlm.conformance.properties import violation_in
+from genlm.conformance.subject import Subject
 from genlm.conformance.suite import INVOLVED, OneModel, clause_names
 from genlm.core.errors import GenlmError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from genlm.conformance.compare import brief, check
+from genlm.conformance.properties import for_all
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -46,7 +47,7 @@ class RowClauses:
         """``logsumexp(row) == 0`` within 1e-4, and no number is nan or infinite (``-inf`` is no
         mass at all)."""
 
-        @live.for_all(context=live.contexts.any())
+        @for_all(live, context=live.contexts.any())
         def row_is_normalised(context: TokenIds) -> None:
             rows = {
                 "asked": live.ask(context),
@@ -61,7 +62,7 @@ class RowClauses:
     def test_cold_row_is_repeatable(self, live: Subject) -> None:
         """The oracle itself: a context's cold row is the same, whatever was asked before."""
 
-        @live.for_all(examples=12, contexts=live.contexts.distinct())
+        @for_all(live, examples=12, contexts=live.contexts.distinct())
         def cold_row_is_repeatable(contexts: list[TokenIds]) -> None:
             before = [live.lm.next_token_logprobs_uncached(context) for context in contexts]
             live.gather(contexts)
@@ -88,7 +89,7 @@ class RowClauses:
         """What the hooks themselves return, before the core touches it: number, shape, type,
         values, mass."""
 
-        @live.for_all(contexts=live.contexts.several(), tokens=live.contexts.tails())
+        @for_all(live, contexts=live.contexts.several(), tokens=live.contexts.tails())
         def engine_keeps_its_contract(contexts: list[TokenIds], tokens: TokenIds) -> None:
             before = len(live.contract_violations)
             live.gather(contexts)

@@ -19,6 +19,7 @@ from genlm.conformance.agreement import (
     steady,
 )
 from genlm.conformance.compare import TOP_FACTOR, brief, check
+from genlm.conformance.properties import for_all
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -44,7 +45,7 @@ class SamplingClauses:
         one, two = (live.sample(prompt, 12, seed=0, temperature=2.0, **how) for _ in range(2))
         expect_same_draw(one, two, f"{list(prompt)} with seed 0 draws {one}, then {two}")
 
-        @live.for_all(examples=10, prompts=live.contexts.several(most=4), seed=SEEDS)
+        @for_all(live, examples=10, prompts=live.contexts.several(most=4), seed=SEEDS)
         @for_each_seed
         def seed_fixes_the_draw(prompts: list[TokenIds], seed: int) -> None:
             what = f"{list(prompts[0])} with seed {seed} draws"
@@ -112,7 +113,7 @@ class SamplingClauses:
     def test_temperature_zero_is_argmax(self, live: Subject) -> None:
         """At temperature 0 every token is a most likely one of its row (within the tolerance)."""
 
-        @live.for_all(examples=10, prompt=live.contexts.any())
+        @for_all(live, examples=10, prompt=live.contexts.any())
         def temperature_zero_is_argmax(prompt: TokenIds) -> None:
             expect_greedy(live, live.sample(prompt, 4, temperature=0.0), prompt)
 
@@ -120,7 +121,7 @@ class SamplingClauses:
         """``top_k=1`` and a tiny ``top_p`` leave the most likely token, ``top_k=5`` the five most
         likely."""
 
-        @live.for_all(examples=5, prompt=live.contexts.any(), seed=SEEDS)
+        @for_all(live, examples=5, prompt=live.contexts.any(), seed=SEEDS)
         def top_k_and_top_p(prompt: TokenIds, seed: int) -> None:
             for how in ({"top_k": 1}, {"top_p": 1e-6}):
                 drawn = live.sample(prompt, 4, seed=seed, **how)
@@ -173,7 +174,7 @@ class SamplingClauses:
     def test_max_tokens(self, live: Subject) -> None:
         """Without stop tokens a continuation has exactly ``max_tokens`` tokens; 0 gives none."""
 
-        @live.for_all(examples=10, prompt=live.contexts.any(), count=st.integers(0, 4))
+        @for_all(live, examples=10, prompt=live.contexts.any(), count=st.integers(0, 4))
         def max_tokens(prompt: TokenIds, count: int) -> None:
             drawn = live.sample(prompt, count, seed=0)
             check(len(drawn) == count, f"max_tokens={count} gave {len(drawn)} tokens")
@@ -233,7 +234,8 @@ class SamplingClauses:
 
         how = {**steady(live), "temperature": 1.5}
 
-        @live.for_all(
+        @for_all(
+            live,
             examples=10,
             prompt=live.contexts.any(room_for=6),
             seed=SEEDS,
@@ -263,7 +265,7 @@ class SamplingClauses:
         leave no state that serves another."""
         names = [None, *live.needs_adapters()]
 
-        @live.for_all(examples=5, prompt=live.contexts.any())
+        @for_all(live, examples=5, prompt=live.contexts.any())
         def adapter_in_sampling(prompt: TokenIds) -> None:
             for name in names:
                 drawn = live.sample(prompt, 2, temperature=0.0, lora_name=name)

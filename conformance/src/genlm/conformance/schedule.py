@@ -26,6 +26,7 @@ from genlm.conformance.cast import (
 from genlm.conformance.compare import Violation
 from genlm.conformance.declaration import Declaration
 from genlm.conformance.driver import Outcome, submitted
+from genlm.conformance.properties import for_all
 from genlm.conformance.subject import Subject
 from genlm.core.errors import UnknownAdapterError
 
@@ -126,7 +127,7 @@ class ScheduleClauses:
         some leave, and adapters change in between: each of them gives what it gives alone."""
         found = schedules(len(live.loras) > 1, live.scaled(80, 17))
 
-        @live.for_all(examples=14, least=4, schedule=found)
+        @for_all(live, examples=14, least=4, schedule=found)
         def requests_on_a_schedule(schedule: list[Event]) -> None:
             check_schedule(live, schedule)
 

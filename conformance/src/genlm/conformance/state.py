@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from genlm.conformance.compare import check
 from genlm.conformance.contexts import BATCHES
+from genlm.conformance.properties import for_all
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -17,7 +18,7 @@ class StateClauses:
         """Row ``i`` of a batch is the cold row of context ``i``: any order, any lengths, with
         duplicates, in one call and gathered from coroutines of their own."""
 
-        @live.for_all(contexts=live.contexts.several())
+        @for_all(live, contexts=live.contexts.several())
         def batch_answers_in_order(contexts: list[TokenIds]) -> None:
             rows = live.run(live.lm.batch_next_token_logprobs(contexts))
             check(len(rows) == len(contexts), f"{len(rows)} rows for {len(contexts)} contexts")
@@ -45,8 +46,11 @@ class StateClauses:
         """Contexts that end alike and begin differently stay different, their prefixes pinned or
         not."""
 
-        @live.for_all(
-            prefixes=live.contexts.distinct(), tail=live.contexts.tails(), pinned=st.booleans()
+        @for_all(
+            live,
+            prefixes=live.contexts.distinct(),
+            tail=live.contexts.tails(),
+            pinned=st.booleans(),
         )
         def same_tail_under_different_prefixes(
             prefixes: list[TokenIds], tail: TokenIds, pinned: bool
@@ -60,7 +64,7 @@ class StateClauses:
         """Asked again, from the row cache or with what the engine has kept of it, a context has its
         cold row."""
 
-        @live.for_all(examples=12, contexts=live.contexts.several())
+        @for_all(live, examples=12, contexts=live.contexts.several())
         def warm_row_equals_cold_row(contexts: list[TokenIds]) -> None:
             for context in contexts:
                 live.check_row(context, how="asked for the first time")
@@ -72,7 +76,7 @@ class StateClauses:
     def test_extended_context(self, live: Subject) -> None:
         """A context that grows token by token has its cold row at every length."""
 
-        @live.for_all(examples=14, context=live.contexts.any(), tokens=live.contexts.tails(most=4))
+        @for_all(live, examples=14, context=live.contexts.any(), tokens=live.contexts.tails(most=4))
         def extended_context(context: TokenIds, tokens: TokenIds) -> None:
             for end in range(len(tokens) + 1):
                 grown = context + tokens[:end]
@@ -81,7 +85,8 @@ class StateClauses:
     def test_forked_contexts(self, live: Subject) -> None:
         """Contexts that fork from a shared stem do not disturb each other, nor the stem."""
 
-        @live.for_all(
+        @for_all(
+            live,
             examples=14,
             stem=live.contexts.any(),
             tails=st.lists(live.contexts.tails(), min_size=2, max_size=3),
@@ -98,7 +103,8 @@ class StateClauses:
         has the prefix; also when it is pinned again."""
         live.needs("genlm_cache_prefix")
 
-        @live.for_all(
+        @for_all(
+            live,
             prefix=live.contexts.any(),
             tails=st.lists(live.contexts.tails(), min_size=2, max_size=3),
         )
@@ -111,7 +117,7 @@ class StateClauses:
         """After ``clear_kv_cache`` contexts have their cold rows, those behind pinned prefixes
         too."""
 
-        @live.for_all(examples=12, contexts=live.contexts.distinct(), tail=live.contexts.tails())
+        @for_all(live, examples=12, contexts=live.contexts.distinct(), tail=live.contexts.tails())
         def dropped_state(contexts: list[TokenIds], tail: TokenIds) -> None:
             for context in contexts:
                 live.lm.cache_kv(context)

@@ -7,17 +7,12 @@ import functools
 import math
 import os
 import random
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-import hypothesis
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis.errors import Flaky
-from hypothesis.strategies import SearchStrategy
 
 from genlm.conformance.compare import (
     ROUNDING,
@@ -43,9 +38,6 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-
-#: How long a failing example is made simpler, seconds, unless a subject says something else.
-SHRINKING = 20.0
 
 #: How many times the patience a model may take to load.
 LOADING = 10
@@ -74,7 +66,7 @@ class Subject(Driver):
         self.atol, self.effort, self.seed = suite.atol, suite.effort, suite.seed
         self.adapters = {name: os.fspath(path) for name, path in suite.adapters.items()}
         #: How long a failing example is made simpler, seconds; 0 where nobody reads it.
-        self.shrinking = SHRINKING
+        self.shrinking = 20.0
         #: The longest context whose row was looked at, where that is longer than :attr:`longest`.
         self.looked = 0
         #: The largest deviation of a probability from the oracle's, in this clause.
@@ -290,69 +282,6 @@ class Subject(Driver):
                 f"rounding of this size (atol={self.atol:g}) may change a draw; run it in float32"
             )
 
-    # --- properties -------------------------------------------------------------------------------
-
-    def for_all(
-        self, examples: int = 20, least: int = 2, **strategies: SearchStrategy[Any]
-    ) -> Callable[[Callable[..., None]], None]:
-        """Decorate a property, which is checked at once: of examples that are the same in every
-        run, each in a clean state.
-
-        There are ``examples`` times the effort of them, and at least ``least``. (Not at import, as
-        with Hypothesis: the strategies depend on the model.)
-        """
-
-        def check_all(holds: Callable[..., None]) -> None:
-            failed: list[dict[str, Any]] = []
-            shrink_until = math.inf
-            hangs = self.hangs
-
-            @self.settings(examples, least)
-            @given(**strategies)
-            @functools.wraps(holds)
-            def example(**drawn: Any) -> None:
-                nonlocal shrink_until
-                if time.monotonic() > shrink_until and drawn not in failed:
-                    return  # simple enough
-                self.reset()
-                try:
-                    holds(**drawn)
-                except Exception:
-                    shrinking = 0.0 if self.was_late or self.hangs > hangs else self.shrinking
-                    shrink_until = min(shrink_until, time.monotonic() + shrinking)
-                    failed.append(drawn)
-                    raise
-
-            self.explained(hypothesis.seed(self.seed)(example))
-
-        return check_all
-
-    def explained(self, test: Callable[[], None]) -> None:
-        """Run a test of Hypothesis. A failure is the violation itself, with the example, also where
-        the same example does not always fail."""
-        try:
-            test()
-        except BaseException as error:
-            notes = [compact(note) for note in getattr(error, "__notes__", ())]
-            found = error
-            if isinstance(error, Flaky):
-                found = violation_in(error) or error
-                notes.append("The same example does not fail every time.")
-            found.__notes__ = notes
-            raise found from (None if found is error else error)
-
-    def settings(self, examples: int, least: int = 2, **more: Any) -> settings:
-        """How Hypothesis runs: ``examples`` times the effort, always the same ones, no deadline."""
-        return settings(
-            max_examples=max(least, round(examples * self.effort)),
-            database=None,
-            deadline=None,
-            phases=(Phase.generate, Phase.shrink) if self.shrinking else (Phase.generate,),
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-            **more,
-        )
-
     # --- the oracle -------------------------------------------------------------------------------
 
     def cold(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
@@ -484,20 +413,6 @@ class Subject(Driver):
             self.gate.on_call = None
             # A call may be under way still, and wait for this loop.
             await self.all_done([asyncio.wrap_future(self.thread(self.lm.clear_kv_cache))])
-
-
-def violation_in(error: BaseException) -> Violation | None:
-    """The violation that an error is, that it holds, or that it came from."""
-    if isinstance(error, Violation):
-        return error
-    held = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    causes = [each for each in (*held, error.__cause__, error.__context__) if each is not None]
-    return next(filter(None, map(violation_in, causes)), None)
-
-
-def compact(note: str) -> str:
-    """What Hypothesis notes of an example, with token ids side by side instead of one a line."""
-    return re.sub(r"(?<=\d,)\s*\n\s*(?=-?\d)", " ", note)
 
 
 def with_adapter(adapter: str | None) -> str:
