@@ -79,18 +79,22 @@ class Plan:
             fewest: The fewest ranges of a round but the first. What is left then is the rest.
         """
         base = len(order) + 1
-        ranges, range_of_node = np.unique(nodes.begin * base + nodes.end, return_inverse=True)
+        shared = np.flatnonzero(nodes.end - nodes.begin > 1)  # by several items
+        keys = nodes.begin[shared] * base + nodes.end[shared]
+        ranges, of_node = np.unique(keys, return_inverse=True)
         bounds = _bounds(len(order))
         block, counts = _blocks(ranges // base, ranges % base, bounds)
         first = np.cumsum(counts) - counts
         by_count = np.argsort(-counts, kind="stable")
         rounds = []
-        for number in range(counts.max()):
+        for number in range(counts.max(initial=1)):
             having = by_count[: np.count_nonzero(counts > max(number, 1))]
             rounds.append(block[first[having] + number])
         tree, several = bounds[-1], by_count[: len(rounds[0])]
         result = block[first]  # of a range that is one block
         result[several] = tree + np.arange(len(several))
+        place = nodes.begin.astype(np.intp)  # of a node with one item, that item's
+        place[shared] = result[of_node]
         long = max(1, sum(len(blocks) >= fewest for blocks in rounds))
         return cls(
             order=order.astype(np.intp),
@@ -101,7 +105,7 @@ class Plan:
             tree=tree,
             rounds=rounds[:long],
             rest=_padded(rounds[long:], tree + len(several)),
-            place=result[range_of_node],
+            place=place,
         )
 
 
