@@ -68,6 +68,11 @@ class Context(Sequence[int]):
     extending costs the same at any length. It knows its parent by length and hash alone: the parent
     need not live.
 
+    Args:
+        tail: The ids, or those behind the blocks.
+        vocab_size: See the attribute.
+        blocks: Of another context, which begins in the same way.
+
     Attributes:
         vocab_size: The ids are in ``range(vocab_size)``; 0 is not known: then the context cannot be
             extended, and is checked where it is asked for.
@@ -82,21 +87,18 @@ class Context(Sequence[int]):
 
     _blocks: Block | None  # the full blocks of the ids
     _tail: TokenIds  # the ids behind those, fewer than BLOCK
-    _ids: TokenIds | None  # all of them, once they have been asked for; a list's are at once
+    _ids: TokenIds | None  # all of them, once they have been asked for
     _length: int
     vocab_size: int
     hash_value: int
     grown: int
     parent_hash: int
 
-    def __init__(self, token_ids: TokenIds, vocab_size: int = 0) -> None:
-        self._set(None, token_ids, vocab_size)
-        self._ids = token_ids
-
-    def _set(self, blocks: Block | None, tail: TokenIds, vocab_size: int) -> None:
+    def __init__(self, tail: TokenIds, vocab_size: int = 0, blocks: Block | None = None) -> None:
         if len(tail) >= BLOCK:
             blocks, tail = blocks_of(blocks, tail)
-        self._blocks, self._tail, self._ids, self.vocab_size = blocks, tail, None, vocab_size
+        self._blocks, self._tail, self.vocab_size = blocks, tail, vocab_size
+        self._ids = tail if blocks is None else None
         end, value = (0, 0) if blocks is None else (blocks.end, blocks.value)
         self._length, self.hash_value = end + len(tail), hash((value, tail))
         self.grown = self.parent_hash = 0
@@ -111,17 +113,15 @@ class Context(Sequence[int]):
 
     def followed_by(self, token_ids: TokenIds) -> Context:
         """This context followed by tokens that have been checked."""
-        longer = Context.__new__(Context)
-        longer._set(self._blocks, self._tail + token_ids, self.vocab_size)
+        longer = Context(self._tail + token_ids, self.vocab_size, self._blocks)
         longer.grown, longer.parent_hash = len(token_ids), self.hash_value
         return longer
 
     def first(self, length: int) -> Context:
         """The context of its first tokens, of which the ids are shared: the first ``length``, as a
         slice counts them; a negative one leaves out the last."""
-        shorter = Context.__new__(Context)
-        shorter._set(*self._cut(len(range(len(self))[:length])), self.vocab_size)
-        return shorter
+        blocks, tail = self._cut(len(range(len(self))[:length]))
+        return Context(tail, self.vocab_size, blocks)
 
     def starts_with(self, other: Context) -> bool:
         """Whether its first tokens are those of another context. Where one extends the other, this
