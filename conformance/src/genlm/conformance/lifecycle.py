@@ -242,6 +242,6 @@ class LifecycleClauses:
         found = sorted(imported & (forbidden | HEAVY))
         check(
             not found,
-            f"importing {backend.module.__name__} and asking genlm_backend_info imports "
+            f"importing {backend.entry_point.value} and asking genlm_backend_info imports "
             f"{', '.join(found)}",
         )

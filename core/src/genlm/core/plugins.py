@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from types import ModuleType
-from typing import TypeVar
 
 from attrs import frozen
 
@@ -26,8 +23,6 @@ from genlm.core.logs import get_logger
 from genlm.core.types import BackendInfo, Engine
 
 log = get_logger()
-
-T = TypeVar("T")
 
 BACKENDS = "genlm.backends"
 WRAPPERS = "genlm.wrappers"
@@ -54,11 +49,11 @@ ENGINES = {
 
 @frozen
 class Backend:
-    """An installed backend: its entry point and, once imported, its plugin module."""
+    """An installed backend: its entry point, and the plugin module that this names."""
 
     name: str
     entry_point: EntryPoint
-    module: ModuleType
+    module: object
 
     @property
     def distribution(self) -> str:
@@ -99,8 +94,8 @@ class Backend:
         hooks = HookCalls(self._owner, self.module)
         if not hooks.supports(needed):
             raise PluginError(
-                f"{self._owner}: module {self.module.__name__} has no hook {needed}; define it and "
-                "mark it with @hookimpl"
+                f"{self._owner}: module {self.entry_point.value} has no hook {needed}; define it "
+                "and mark it with @hookimpl"
             )
         return hooks
 
@@ -127,11 +122,7 @@ def find_backend(name: str) -> Backend:
         raise BackendImportError(
             f"backend {name!r} is provided more than once: {claims}; keep only one of them"
         )
-    entry_point = found[0]
-    module = _attributed(
-        "backend", entry_point, lambda found: importlib.import_module(found.module)
-    )
-    return Backend(name, entry_point, module)
+    return Backend(name, found[0], _loaded("backend", found[0]))
 
 
 def available_backends() -> list[tuple[int, str]]:
@@ -168,15 +159,7 @@ def choose_backend() -> str:
 def installed_wrappers() -> list[object]:
     """The wrappers that installed distributions bring along (entry-point group
     ``genlm.wrappers``)."""
-    return [
-        _attributed("wrapper", entry_point, _wrapper)
-        for entry_point in entry_points(group=WRAPPERS)
-    ]
-
-
-def _wrapper(entry_point: EntryPoint) -> object:
-    wrapper = entry_point.load()
-    return wrapper() if inspect.isclass(wrapper) else wrapper
+    return [_loaded("wrapper", entry_point) for entry_point in entry_points(group=WRAPPERS)]
 
 
 def distribution(entry_point: EntryPoint) -> str:
@@ -185,11 +168,12 @@ def distribution(entry_point: EntryPoint) -> str:
     return f"{found.name} {found.version}" if found else "unknown distribution"
 
 
-def _attributed(kind: str, entry_point: EntryPoint, load: Callable[[EntryPoint], T]) -> T:
-    """What ``load`` makes of an entry point; if it fails, the error names the distribution to
-    blame."""
+def _loaded(kind: str, entry_point: EntryPoint) -> object:
+    """What an entry point names, of a class an instance; if that fails, the error names the
+    distribution to blame."""
     try:
-        return load(entry_point)
+        found = entry_point.load()
+        return found() if inspect.isclass(found) else found
     except (Exception, SystemExit) as error:  # a module that exits must not end the whole program
         raise BackendImportError(
             f"{kind} {entry_point.name!r} is installed ({distribution(entry_point)}), but "
