@@ -22,17 +22,11 @@ class Score(NamedTuple):
     is_greedy: bool
 
 
-class Window(NamedTuple):
-    """A part of a text that is scored at once: tokens from ``first`` to before ``end`` given those
-    from ``begin``."""
-
-    begin: int
-    first: int
-    end: int
-
-
-def rolling_windows(length: int, max_length: int, context_len: int) -> Iterator[Window]:
-    """The windows in which every token of a text but its first is scored once.
+def rolling_windows(
+    length: int, max_length: int, context_len: int
+) -> Iterator[tuple[int, int, int]]:
+    """The windows in which every token of a text but its first is scored once: where the context
+    begins, the first token that is scored at once, and the end of these.
 
     Each has at most ``max_length`` tokens, without the last one that it scores: that needs no row
     of its own. After the first window each gives every token at least ``context_len`` tokens of
@@ -43,7 +37,7 @@ def rolling_windows(length: int, max_length: int, context_len: int) -> Iterator[
     """
     end = min(length, max_length + 1)
     if end > 1:
-        yield Window(0, 1, end)
+        yield 0, 1, end
     while end < length:
         first, end = end, min(length, end + max_length - context_len + 1)
-        yield Window(end - 1 - max_length, first, end)
+        yield end - 1 - max_length, first, end
