@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,7 +28,8 @@ def cluster() -> Iterator[Any]:
     """One local cluster for all tests of this process, with more places than cores."""
     import ray
 
-    ray.init(
+    start = functools.partial(
+        ray.init,
         "local",
         num_cpus=32,
         namespace="genlm",
@@ -35,6 +37,10 @@ def cluster() -> Iterator[Any]:
         log_to_driver=False,
         logging_level="ERROR",
     )
+    try:
+        start()
+    except Exception:  # a busy machine is not up in 15 s: github.com/ray-project/ray/issues/65983
+        start()
     yield ray
     ray.shutdown()
 
