@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -50,12 +51,6 @@ class Asked:
             return any(POISON in ask[0] for ask in self.arguments[0])
         return self.method == "add_adapter" and self.arguments[1] == KILLS
 
-    def suspects(self) -> list[object]:
-        """What may be blamed for a death: an entry, or any request, for others may be dropped."""
-        if not self.on_trial:
-            return []
-        return [self.call.entry] if self.call.entry else [job.request for job in self.call.jobs]
-
 
 @define(eq=False)
 class Process:
@@ -76,7 +71,6 @@ class World:
         self.processes = [Process(alive=False) for _ in range(replicas)]
         self.arriving: list[tuple[Asked, Any]] = []
         self.gone_paths = {REFUSED}  # adapters whose folders are gone
-        self.deaths: Counter[object] = Counter()  # of replicas where something was on trial
 
     def reply(self, process: Process, asked: Asked, outcome: Any) -> None:
         process.asked.remove(asked)
@@ -86,11 +80,6 @@ class World:
         process.alive = False
         for asked in [*process.asked]:
             self.reply(process, asked, Gone("it has died"))
-            self.deaths.update(asked.suspects())
-
-    def may_blame(self, suspect: object) -> bool:
-        """What was there whenever a replica died cannot be told from what kills it."""
-        return self.deaths[suspect] >= DEATHS
 
     def receive(self, process: Process, asked: Asked) -> None:
         mine = [each for each in process.asked if each.program is asked.program]
@@ -172,6 +161,9 @@ class World:
             members = [(each.program, each.call.member.index) for each, _ in self.arriving]
             index = members.index((asked.program, asked.call.member.index))
         asked, outcome = self.arriving.pop(index)
+        under_way = asked.call.member.calls
+        if asked.call in under_way and isinstance(outcome, Gone) and outcome.computing:
+            asked.program.suspect(under_way)
         asked.program.fleet.take(asked.call, outcome)
         asked.program.check_answers()
 
@@ -193,11 +185,9 @@ class Line:
 
     def give_up(self, process: Process) -> None:
         """It hangs. A program ends its own replicas only."""
+        self.program.suspect(each.call for each in process.asked if each.program is self.program)
         if not self.shared:
             self.world.die(process)
-        for asked in process.asked:
-            if asked.program is self.program:
-                self.world.deaths.update(asked.suspects())
 
     def send(self, call: Call, method: str, token: tuple[str, int], *arguments: Any) -> None:
         assert self.process is not None
@@ -219,6 +209,7 @@ class Program:
         self.versions = itertools.count(1)
         self.adapters: dict[Adapter, Entry] = {}
         self.pins: list[Entry] = []
+        self.deaths: Counter[Entry | Request] = Counter()
         self.changing: tuple[Entry | None, Adapter | None] | None = None
         lines = [Line(world, self, index, shared) for index in range(len(world.processes))]
         self.fleet = Fleet(name, lines, (None, "mock", "mock", {}), 1e9, world.now, shared=shared)
@@ -239,14 +230,30 @@ class Program:
             if query.adapter and "add it again" in str(result):
                 assert self.may_lack(self.adapters[query.adapter]), result
             elif f"{DEATHS} replicas died" in str(result):
-                assert self.world.may_blame(request), result
+                assert self.may_blame(request), result
             else:
                 assert result == ("answer", tuple(query.token_ids)), result
                 assert POISON not in query.token_ids
 
+    def suspect(self, calls: Iterable[Call]) -> None:
+        """A replica died during these calls: it may be by an entry, or by a request that was tried
+        alone."""
+        tried: list[Request] = []
+        for call in calls:
+            if call.entry is not None and call.entry.applied_by(call.action):
+                self.deaths[call.entry] += 1
+            tried += [job.request for job in call.jobs if call.on_trial]
+        wanted = [request for request in tried if request in self.flying]
+        if len(wanted) == 1:
+            self.deaths[wanted[0]] += 1
+
+    def may_blame(self, suspect: Entry | Request) -> bool:
+        """What was there whenever a replica died cannot be told from what kills it."""
+        return self.deaths[suspect] >= DEATHS
+
     def may_lack(self, entry: Entry) -> bool:
         """Whether a replica that starts again may do without it."""
-        return entry.apply[-1] in self.world.gone_paths or self.world.may_blame(entry)
+        return entry.apply[-1] in self.world.gone_paths or self.may_blame(entry)
 
     def step(self, newcomers: list[Request], dropped: list[Request]) -> None:
         self.flying = [r for r in self.flying if all(r is not d for d in dropped)] + newcomers
@@ -258,7 +265,7 @@ class Program:
         (entry, adapter), self.changing = self.changing, None
         path = adapter and adapter.path
         if f"{DEATHS} replicas died" in str(error):
-            assert self.world.may_blame(entry), error
+            assert self.may_blame(entry), error
         elif path != REFUSED:  # who refuses that may be away
             assert (error is not None) == (path in self.world.gone_paths), error
             assert path != KILLS
