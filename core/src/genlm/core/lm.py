@@ -18,7 +18,7 @@ from genlm.core.hints import LM, known_keywords, missing_attribute
 from genlm.core.options import CORE, CoreOptions, refuse_unknown
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime.batcher import Batcher
-from genlm.core.runtime.executor import EngineExecutor, describe
+from genlm.core.runtime.executor import EngineExecutor
 from genlm.core.runtime.lanes import Counters
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.timeline import Timeline, Trace
@@ -296,7 +296,7 @@ class AsyncLM(GenerationMixin):
         """
         if not isinstance(path, str | bytes | os.PathLike):
             raise InvalidInputError(f"a trace needs the path of its file; got {safe_repr(path)}")
-        return Trace(self._timeline, os.fspath(path), describe)
+        return Trace(self._timeline, os.fspath(path))
 
     def close(self) -> None:
         """Fail what is pending, wait for the current batch, release the engine. Idempotent."""

@@ -30,13 +30,6 @@ COLD, DRAWS, SCORES = Lane("cold rows", alone=True), Lane("draws"), Lane("scores
 KINDS = {Query: "rows", SampleRequest: "draws", ScoreRequest: "scores"}
 
 
-def describe(request: Request) -> dict[str, Any]:
-    """What a trace says of a request."""
-    query = query_of(request)
-    adapter = None if query.adapter is None else query.adapter.name
-    return {"asked": type(request).__name__, "tokens": query.length, "adapter": adapter}
-
-
 @define(eq=False)
 class EngineExecutor:
     """Drives one engine for the batcher, and binds its adapters. Everything here happens on the

@@ -15,6 +15,7 @@ from typing import Any, Self, TextIO
 from attrs import define, field
 
 from genlm.core.errors import InvalidInputError
+from genlm.core.types import Request, query_of
 
 Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
@@ -68,7 +69,6 @@ class Trace:
     Args:
         timeline: What to record.
         path: The file to write.
-        describe: What the trace says of a request: names and JSON values.
 
     Raises:
         InvalidInputError: the model is being traced already.
@@ -77,7 +77,6 @@ class Trace:
 
     _timeline: Timeline
     _path: str
-    _describe: Callable[[Any], Mapping[str, Any]]
     _events: list[dict[str, Any]] = field(init=False, factory=list)
     _threads: dict[int, str] = field(init=False, factory=dict)
     _ids: Iterator[int] = field(init=False, factory=lambda: itertools.count(1))
@@ -114,7 +113,7 @@ class Trace:
         else:
             self._add("X", name, began, dur=round((ended - began) * 1e6, 3), args=about)
 
-    def request(self, request: Any, future: Future) -> None:
+    def request(self, request: Request, future: Future) -> None:
         """A request asked now and answered when ``future`` is done."""
         now, about = self._timeline.clock, {"cat": "request", "id": next(self._ids)}
 
@@ -126,12 +125,12 @@ class Trace:
                 end = "answered" if error is None else type(error).__name__
             self._add("e", "request", now(), args={"end": end}, **about)
 
-        self._add("b", "request", now(), args=self._describe(request), **about)
+        self._add("b", "request", now(), args=_described(request), **about)
         future.add_done_callback(done)
 
-    def hit(self, request: Any) -> None:
+    def hit(self, request: Request) -> None:
         """A request answered from the output cache now."""
-        self._add("i", "cache hit", self._timeline.clock(), s="t", args=self._describe(request))
+        self._add("i", "cache hit", self._timeline.clock(), s="t", args=_described(request))
 
     def _add(self, phase: str, name: str, at: float, **more: Any) -> None:
         thread = threading.current_thread()
@@ -140,3 +139,9 @@ class Trace:
         self._events.append(
             {"ph": phase, "name": name, "ts": round(at * 1e6, 3), "pid": 0, "tid": tid, **more}
         )
+
+
+def _described(request: Request) -> dict[str, Any]:
+    query = query_of(request)
+    adapter = None if query.adapter is None else query.adapter.name
+    return {"asked": type(request).__name__, "tokens": query.length, "adapter": adapter}
