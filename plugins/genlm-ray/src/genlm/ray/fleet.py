@@ -141,6 +141,11 @@ class Fleet:
         log.warning("replica.lost", replica=member.index, error=str(gone))
         killers = self._placing.leave(member, gone.computing)
         self._answer(killers, [died_of(job, gone) for job in killers])
+        self._blame(member, gone)
+        self._start_again(member, gone)
+
+    def _blame(self, member: Member, gone: Gone) -> None:
+        """What it was loading has killed it; or it has failed to start."""
         calls, member.calls = member.calls, set()
         entry = next((c.entry for c in calls if c.entry and c.entry.applied_by(c.action)), None)
         if entry is not None and gone.computing:
@@ -151,6 +156,13 @@ class Fleet:
                 self._fail(entry, EngineError(why))
         elif not member.ready:
             member.failures += 1
+
+    def _start_again(self, member: Member, gone: Gone) -> None:
+        """At once, or after a rest, or not at all.
+
+        Raises:
+            BackendUnavailableError: it has failed too often, and not all have been ready yet.
+        """
         if gone.ended and self.started:
             self._watch.enter(member, State.ENDED)
         elif not member.failures:
