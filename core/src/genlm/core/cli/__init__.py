@@ -28,9 +28,6 @@ ELSEWHERE = {
     **dict.fromkeys(("bench", "conformance", "new-plugin"), "genlm-conformance"),
 }
 
-#: Subcommands for which those of other distributions are not imported, which takes a second.
-LIGHT = {"sample", "top", "backends"}
-
 #: What a shell reports of a program that was interrupted.
 INTERRUPTED = 130
 
@@ -79,7 +76,7 @@ def parser(first: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_to(commands)
-    if first not in LIGHT:
+    if first not in commands.choices:  # to import those of other distributions takes a second
         installed = list(entry_points(group="genlm.commands"))
         for entry in [entry for entry in installed if entry.name == first] or installed:
             _add_installed(entry, commands)
