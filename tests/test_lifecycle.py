@@ -308,6 +308,8 @@ def interrupt():
     raise KeyboardInterrupt
 
 
+# It may come in Hypothesis's own callback of the garbage collector, which tells of it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_line_of_a_load_leaves_nothing():
     """Ctrl-C in the main thread, at each line of the core that it runs."""
     made, closed = [], []
