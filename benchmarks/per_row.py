@@ -1,10 +1,11 @@
 """What a row costs beside its forward: CPU time of a step per row, on a model that costs nothing
 
 Two layers of width 16 with random weights, so that what the library does is not hidden.
-``extend``: n contexts grow by a token. ``fork``: half of them, each continued twice. ``newcomer``:
-all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens. ``batch``: as
-``extend``, in one call. ``draws``: a token is drawn after each. ``scores``: two tokens are scored
-after each. With the default cache of rows, with none, and with a wrapper that processes rows.
+``extend``: n contexts grow by a token. ``lists``: the same, each given as a list of all its ids.
+``fork``: half of them, each continued twice. ``newcomer``: all grow by a token, and a new one
+comes. ``ragged``: they grow by 1 to 5 tokens. ``batch``: as ``extend``, in one call. ``draws``: a
+token is drawn after each. ``scores``: two tokens are scored after each. With the default cache of
+rows, with none, and with a wrapper that processes rows.
 
 Beyond 32, contexts of 2,000 tokens stand behind 32 prompts of nearly that length: as many
 different ones would be a benchmark of attention. *Beside the forward* leaves out what passes inside
@@ -81,6 +82,9 @@ class Steps:
         parents = (self.current * self.n)[: self.n]
         self.current = [one.extend(*self._tokens(1)) for one in parents]
         return self.current
+
+    def lists(self) -> Contexts:
+        return [[*one] for one in self.extend()]
 
     def fork(self) -> Contexts:
         half = self.current[: max(self.n // 2, 1)]
@@ -164,7 +168,7 @@ def measure(bench: Bench, lm: Any, runner: asyncio.Runner, what: str, inside: In
     }
     for length, n in sizes(bench):
         steps = Steps(n, length, lm.context)
-        for case in ("extend", "fork", "newcomer", "ragged", "batch", "draws", "scores"):
+        for case in ("extend", "lists", "fork", "newcomer", "ragged", "batch", "draws", "scores"):
             call = calls.get(case, lambda contexts: gathered(lm.next_token_logprobs, contexts))
             if case in ("extend", "batch"):
                 lm.clear_kv_cache()

@@ -63,10 +63,10 @@ class Context(Sequence[int]):
     """Checked token ids, immutable, for every method that takes a context. Made by
     :meth:`AsyncLM.context`.
 
-    A list of token ids is checked and hashed whole for every request. A context has been checked
-    already. One that extends it shares its ids, and checks and hashes the new tokens alone, so
-    extending costs the same at any length. It knows its parent by length and hash alone: the parent
-    need not live.
+    A list of token ids is compared, or checked and hashed, whole for every request. A context has
+    been checked already. One that extends it shares its ids, and checks and hashes the new tokens
+    alone, so extending costs the same at any length. It knows its parent by length and hash alone:
+    the parent need not live.
 
     Args:
         tail: The ids, or those behind the blocks.
@@ -82,7 +82,8 @@ class Context(Sequence[int]):
     """
 
     __slots__ = (
-        "_blocks", "_ids", "_length", "_tail", "grown", "hash_value", "parent_hash", "vocab_size",
+        "__weakref__", "_blocks", "_ids", "_length", "_tail", "grown", "hash_value", "parent_hash",
+        "vocab_size",
     )  # fmt: skip
 
     _blocks: Block | None  # the full blocks of the ids
@@ -130,6 +131,17 @@ class Context(Sequence[int]):
             return self._tail[: len(other._tail)] == other._tail
         blocks, tail = self._cut(len(other))
         return tail == other._tail and same_blocks(blocks, other._blocks)
+
+    def holds(self, token_ids: TokenIds) -> bool:
+        """Whether these are its ids."""
+        block, tail = self._blocks, self._tail
+        if len(token_ids) != len(self) or token_ids[len(self) - len(tail) :] != tail:
+            return False
+        while block is not None:
+            if token_ids[block.end - BLOCK : block.end] != block.token_ids:
+                return False
+            block = block.previous
+        return True
 
     def since(self, start: int) -> TokenIds:
         """The ids from a position on; takes as long as they are many."""

@@ -15,6 +15,7 @@ from genlm.core.checks import safe_repr
 from genlm.core.errors import InvalidInputError, InvalidOptionError, UnsupportedError
 from genlm.core.generation import GenerationMixin
 from genlm.core.hints import LM, known_keywords, missing_attribute
+from genlm.core.known_contexts import KnownContexts
 from genlm.core.options import CORE, CoreOptions, refuse_unknown
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime.batcher import Batcher
@@ -125,6 +126,7 @@ class AsyncLM(GenerationMixin):
         wrappers = [*installed_wrappers(), *core.wrappers]
         self._cache = cache = core.output_cache()
         self._adapters = adapters = AdapterRegistry()
+        self._known_contexts = KnownContexts()
         self._timeline = timeline = Timeline()
         counters = Counters()
 

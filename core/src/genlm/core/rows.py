@@ -13,6 +13,7 @@ from genlm.core.cache import OutputCache
 from genlm.core.context import Context, contexts_of, token_ids_of
 from genlm.core.errors import InvalidQueryError
 from genlm.core.hints import known_keywords
+from genlm.core.known_contexts import KnownContexts
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.lanes import the_copy
 from genlm.core.runtime.timeline import Timeline
@@ -29,6 +30,7 @@ class RowsMixin(TextMixin):
     _batcher: Batcher
     _cache: OutputCache
     _adapters: AdapterRegistry
+    _known_contexts: KnownContexts
     _timeline: Timeline
 
     def context(self, token_ids: Iterable[int]) -> Context:
@@ -127,8 +129,11 @@ class RowsMixin(TextMixin):
         vocab_size, limit = self._engine.vocab_size, self._engine.max_context
         if type(token_ids) is Context and 0 < token_ids.vocab_size <= vocab_size and token_ids:
             context = token_ids
+        elif (known := self._known_contexts.find(token_ids, vocab_size)) is not None:
+            context = known
         else:
             context = Context(token_ids_of("context", token_ids, vocab_size, limit), vocab_size)
+            self._known_contexts.add(context)
         if limit is not None and len(context) + max(room_for - 1, 0) > limit:
             raise InvalidQueryError(_too_long(len(context), room_for, limit))
         return context

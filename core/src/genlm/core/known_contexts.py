@@ -1,0 +1,57 @@
+"""Known contexts: lists of token ids that go on from one that has been asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+from genlm.core.context import BLOCK, Context, TokenIds
+
+#: By how many of its last ids a context is looked up.
+ENDING = 16
+
+
+class KnownContexts:
+    """The long contexts that were asked for as lists, as long as the library keeps them.
+
+    Programs ask for the list that they asked for before and a token more, or for the same again.
+    Such a list is compared with the known one, a tenth of the work of checking and hashing all of
+    it; and what extends a known context is found by its parent, as what :meth:`Context.extend`
+    makes.
+    """
+
+    def __init__(self) -> None:
+        # A weak dictionary is safe to use from several threads.
+        self._by_ending: WeakValueDictionary[tuple[int, TokenIds], Context] = WeakValueDictionary()
+
+    def find(self, token_ids: Any, vocab_size: int) -> Context | None:
+        """The context of a list that is known, or has one token more than a known one.
+
+        Args:
+            token_ids: Whatever was given in place of a context.
+            vocab_size: The number of ids that the model has.
+        """
+        if type(token_ids) not in (list, tuple) or len(token_ids) <= BLOCK:
+            return None  # to check it costs as little
+        ids = tuple(token_ids)
+        if [*map(type, ids[-ENDING:])].count(int) < ENDING or not 0 <= ids[-1] < vocab_size:
+            return None
+        if (same := self._known(ids)) is not None:
+            return same
+        if (parent := self._known(ids[:-1])) is None:
+            return None
+        longer = parent.followed_by(ids[-1:])
+        self.add(longer)
+        return longer
+
+    def add(self, context: Context) -> None:
+        """Know a context, if it is long."""
+        if len(context) > BLOCK:
+            self._by_ending[len(context), context.since(len(context) - ENDING)] = context
+
+    def _known(self, ids: TokenIds) -> Context | None:
+        try:
+            context = self._by_ending.get((len(ids), ids[-ENDING:]))
+        except TypeError:  # what is no id may have no hash
+            return None
+        return context if context is not None and context.holds(ids) else None
