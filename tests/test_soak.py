@@ -28,9 +28,9 @@ class Stuck:
     calls = 0
 
     @hookimpl(wrapper=True)
-    def genlm_next_token_logprobs(self, queries):
+    def HOOK(self):
         self.calls += 1
-        if self.calls == 5:
+        if self.calls == CALLS:
             threading.Event().wait()
         return (yield)
 
@@ -131,11 +131,16 @@ def test_a_leak_of_bytes_is_found(kind: str) -> None:
     assert one.findings == [f"it holds ever more {kind}: {[before[kind], grown[kind]]}"]
 
 
-def test_a_call_that_hangs_is_shown() -> None:
-    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("hook", "calls"), [("genlm_next_token_logprobs", "5"), ("genlm_clear_kv_cache", "1")]
+)
+def test_a_call_that_hangs_is_shown(hook: str, calls: str) -> None:
+    """Also that of the program itself, after its users."""
+    program = STUCK.replace("HOOK", hook).replace("CALLS", calls)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 1
     # Who waits for a step says that it hangs; who is in a call that blocks cannot.
-    assert "genlm_next_token_logprobs" in ended.stderr  # where
+    assert hook in ended.stderr  # where
 
 
 def test_a_run_that_is_stopped_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:

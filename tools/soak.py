@@ -22,8 +22,9 @@ import tempfile
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 from attrs import define, field
@@ -122,10 +123,12 @@ class Soak:
         for part, share in enumerate(PARTS):
             closes = part == len(PARTS) - 1
             seconds = 60 * self.minutes / ROUNDS * share
-            self.one_part(lm, f"{self.suite.seed}-{number}-{part}", seconds, closes)
+            with ended_if_it_hangs(seconds + 4 * self.suite.patience):
+                self.one_part(lm, f"{self.suite.seed}-{number}-{part}", seconds, closes)
+                if not closes:
+                    lm.clear_cache()
+                    lm.clear_kv_cache()
             if not closes:
-                lm.clear_cache()
-                lm.clear_kv_cache()
                 self.used[-1].append(held())
         for violation in violations:
             self.found(violation)
@@ -137,10 +140,6 @@ class Soak:
     def one_part(self, lm: AsyncLM, seed: str, seconds: float, closes: bool) -> None:
         """All users at work for some time. Beside the last of them, whose model is closed, is
         another model that is closed, too."""
-        # A request that hangs is noticed by who asks. If anything else does, show where, and end.
-        hangs = threading.Timer(seconds + 4 * self.suite.patience, show_and_end)
-        hangs.daemon = True
-        hangs.start()
         self.leaving.clear()
         loops = [LoopThread() for _ in range(self.loops)]
         names = [f"{seed}-{user}" for user in range(self.loops * self.users)]
@@ -164,8 +163,6 @@ class Soak:
             user.join()
         for loop in loops:
             loop.close()
-        hangs.cancel()
-        hangs.join()  # what it holds would count as left behind
 
     def use(self, lm: AsyncLM, name: str, loop: LoopThread, closes: bool) -> None:
         """Run the program of a user, until all are to leave or the model closes."""
@@ -212,6 +209,20 @@ class Soak:
         """Let users end what they do, and say what was done so far: it may take long."""
         self.stopped.set()
         print(f"{self}, stopped early", flush=True)
+
+
+@contextmanager
+def ended_if_it_hangs(seconds: float) -> Iterator[None]:
+    """Give what is done here so long. A request that hangs is noticed by who asks, anything else
+    here."""
+    hangs = threading.Timer(seconds, show_and_end)
+    hangs.daemon = True
+    hangs.start()
+    try:
+        yield
+    finally:
+        hangs.cancel()
+        hangs.join()  # what it holds would count as left behind
 
 
 def show_and_end() -> None:
