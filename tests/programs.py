@@ -44,7 +44,8 @@ def fuzz(begin: Begin, seed: int, usually: float, parts: int = 1, rounds: int = 
         counts["programs"] += 1
         try:
             with begin(random.Random(f"{seed}-{counts['programs']}")) as program:
-                program.adapt()
+                for _ in range(3):
+                    program.adapt()
                 for _ in range(min(counts["programs"], rounds)):
                     program.run(ROUND)
                     if time.monotonic() > until:

@@ -81,6 +81,7 @@ class Soak:
     counts: Counter[str] = field(factory=Counter)
     findings: list[str] = field(factory=list)
     deviation: float = 0.0
+    programs: list[Usual] = field(factory=list)  # of the users that are at work
     used: list[list[Held]] = field(factory=list)  # of each model, after each part
     left: list[Held] = field(factory=list)  # after each model
     leaving: threading.Event = field(factory=threading.Event)  # set where users are to leave
@@ -163,18 +164,21 @@ class Soak:
             user.join()
         for loop in loops:
             loop.close()
+        while self.programs:
+            program = self.programs.pop()
+            self.counts += program.counts
+            self.deviation = max(self.deviation, program.deviation)
 
     def use(self, lm: AsyncLM, name: str, loop: LoopThread, closes: bool) -> None:
         """Run the program of a user, until all are to leave or the model closes."""
         user = User(lm, loop, name, self.suite.patience)
         try:
             program = self.program(user, name)
+            self.programs.append(program)
             program.adapt()
             while not self.leaving.is_set():
                 program.run(2)
             program.leave()
-            self.deviation = max(self.deviation, program.deviation)
-            self.counts += program.counts
         except ModelClosedError as closed:
             if not closes:
                 self.found(closed)

@@ -76,7 +76,7 @@ def program(families: Sequence[str], source: random.Random) -> Iterator[Program]
             source=source,
             longest=min(LONGEST, engine.max_context or LONGEST),
             tokens=range(TOKENS - 4),
-            most=20,
+            most=12,
             atol=ATOL,
             may_lack_room=True,
             folder=Path(folder),

@@ -36,4 +36,4 @@ def test_random_programs(
 ) -> None:
     reference = Reference(folders(family), lora_folders if family == "llama" else {})
     begin = functools.partial(program, reference, *FAMILIES[family])
-    say(str(fuzz(begin, fuzz_seed, usually=9, parts=len(FAMILIES))))
+    say(str(fuzz(begin, fuzz_seed, usually=18, parts=len(FAMILIES))))

@@ -304,7 +304,7 @@ class Program:
         more = self.source.choice([0, 1, 1, 1, 1, 1, 2, 3, 9, 40])
         if tail := self.fresh(more)[: self.longest - cut]:
             context = context.followed_by(tail)
-        adapter = self._any_bound() if self.source.random() < 0.15 else one.adapter
+        adapter = self._any_bound() if self.source.random() < 0.3 else one.adapter
         return Query(context.token_ids if self.source.random() < 0.3 else context, adapter)
 
     def _begin(self) -> Query:
