@@ -62,6 +62,9 @@ def test_one_token_more_is_known_by_its_parent_while_that_lives(mock):
         ([float(token_id) for token_id in LONG], r"position 0 of the context is 0\.0"),
         ([*LONG, [5]], f"position {len(LONG)} of the context is .*a list in place of an id"),
         ([*LONG[:3], [5], *LONG[4:]], "position 3 of the context is .*a list in place of an id"),
+        ([*LONG[:3], float(LONG[3]), *LONG[4:]], r"position 3 of the context is 21\.0"),
+        ([False, *LONG[1:], 5], "position 0 of the context is False"),
+        ([*LONG[:3], np.zeros(2), *LONG[4:]], "position 3 of the context is array"),
     ],
 )
 def test_what_is_wrong_is_refused_as_in_an_unknown_list(ids, message, mock):

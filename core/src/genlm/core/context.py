@@ -269,12 +269,17 @@ def contexts_of(contexts: Any) -> list[Any]:
     return given
 
 
+def are_ints(ids: Sequence[Any]) -> bool:
+    """Whether all of these are plain ints."""
+    return [*map(type, ids)].count(int) == len(ids)
+
+
 def _as_ints(what: str, token_ids: Any, most: int) -> TokenIds:
     if type(token_ids) in (list, tuple) and len(token_ids) <= most:  # by far the most often
         ids = tuple(token_ids)
     else:
         ids = _read(what, token_ids, most)
-    if [*map(type, ids)].count(int) == len(ids):
+    if are_ints(ids):
         return ids
     return tuple(_as_int(what, token_id, position) for position, token_id in enumerate(ids))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakValueDictionary
 
-from genlm.core.context import BLOCK, Context, TokenIds
+from genlm.core.context import BLOCK, Context, TokenIds, are_ints
 
 #: By how many of its last ids a context is looked up.
 ENDING = 16
@@ -15,7 +15,7 @@ class KnownContexts:
     """The long contexts that were asked for as lists, as long as the library keeps them.
 
     Programs ask for the list that they asked for before and a token more, or for the same again.
-    Such a list is compared with the known one, a tenth of the work of checking and hashing all of
+    Such a list is compared with the known one, a quarter of the work of checking and hashing all of
     it; and what extends a known context is found by its parent, as what :meth:`Context.extend`
     makes.
     """
@@ -34,7 +34,7 @@ class KnownContexts:
         if type(token_ids) not in (list, tuple) or len(token_ids) <= BLOCK:
             return None  # to check it costs as little
         ids = tuple(token_ids)
-        if [*map(type, ids[-ENDING:])].count(int) < ENDING or not 0 <= ids[-1] < vocab_size:
+        if not are_ints(ids[-ENDING:]) or not 0 <= ids[-1] < vocab_size:
             return None
         if (same := self._known(ids)) is not None:
             return same
@@ -54,4 +54,5 @@ class KnownContexts:
             context = self._by_ending.get((len(ids), ids[-ENDING:]))
         except TypeError:  # what is no id may have no hash
             return None
-        return context if context is not None and context.holds(ids) else None
+        # 1.0 and True are equal to an id, and an array has no truth value.
+        return context if context and are_ints(ids) and context.holds(ids) else None
