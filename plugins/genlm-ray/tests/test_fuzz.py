@@ -77,7 +77,7 @@ class Campaign:
 
         def act(program: Program) -> None:
             try:
-                program.run(6)
+                program.run(10)
             except BaseException as error:
                 failed.append(error)
 
@@ -135,6 +135,7 @@ def test_kills_in_every_state(cluster: Any, fleet: Callable[..., AsyncLM], fuzz_
             source=random.Random(f"{fuzz_seed}-{number}"),
             longest=100,
             tokens=range(200),
+            first=range(40),
             adapters=ADAPTERS,
             atol=0.0,
             seeds=True,
@@ -143,6 +144,8 @@ def test_kills_in_every_state(cluster: Any, fleet: Callable[..., AsyncLM], fuzz_
         for number, lm in enumerate(lms)
     ]
     parent = cluster.get(cluster.remote(lambda: os.getppid()).remote(), timeout=PATIENCE)
+    for program in programs:
+        program.adapt()
     source, replicas = random.Random(fuzz_seed), lms[0].underlying_model
     campaign = Campaign(cluster, parent, source, replicas, programs)
     campaign.round()
