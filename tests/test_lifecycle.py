@@ -441,6 +441,40 @@ def test_a_forked_child_is_told_waits_for_no_lock_and_exits_cleanly():
     assert (result.stdout, result.stderr) == ("6\ntorch.Size([258])\n", "")
 
 
+def test_a_forked_child_loads_its_own_model_whatever_the_parent_does():
+    """Another thread of the parent sets the collector when it forks."""
+    result = run_python("""
+        import gc, os, signal, threading, warnings
+        from genlm.core import MockAsyncLM
+        from genlm.core.collector import COLLECTOR
+
+        setting, go_on, before = threading.Event(), threading.Event(), gc.get_threshold
+
+        def get_threshold():
+            setting.set()
+            go_on.wait()
+            return before()
+
+        gc.get_threshold = get_threshold
+        parent = threading.Thread(target=MockAsyncLM)
+        parent.start()
+        setting.wait()
+        gc.get_threshold = before
+        warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            with COLLECTOR.rarely():
+                pass
+            with MockAsyncLM() as own:
+                os._exit(own.next_token_logprobs_sync([1]).shape[0] % 256)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        go_on.set()
+        parent.join()
+    """)
+    assert (result.stdout, result.stderr) == ("2\n", "")
+
+
 def test_a_model_may_be_dropped_from_its_own_engine_thread(gate):
     """The last reference goes while the engine thread collects garbage: it must not wait for
     itself."""

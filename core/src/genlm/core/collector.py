@@ -4,6 +4,7 @@ step."""
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ class Collector:
     """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._lock = threading.RLock()  # re-entrant, because a signal handler may load a model
         self._users = 0
         self._before = RARE
@@ -34,6 +36,7 @@ class Collector:
     @contextmanager
     def rarely(self) -> Iterator[None]:
         """Let it run rarely in this context."""
+        self._leave_parent()
         with self._lock:
             self._users += 1
             if self._users == 1:
@@ -48,6 +51,11 @@ class Collector:
                 now, *rest = gc.get_threshold()
                 if not self._users and now == RARE:  # else it has been set meanwhile
                     gc.set_threshold(self._before, *rest)
+
+    def _leave_parent(self) -> None:
+        """Take another lock in a forked child: its copy of this one may never be released."""
+        if os.getpid() != self._pid:
+            self._pid, self._lock = os.getpid(), threading.RLock()
 
 
 COLLECTOR = Collector()
