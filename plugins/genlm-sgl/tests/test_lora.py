@@ -85,6 +85,7 @@ def test_one_batch_of_several_adapters(hooks, expected, adapters, contexts):
 
 
 def test_each_adapter_has_a_cache_of_its_own(hooks, adapters, contexts):
+    hooks.engine.genlm_clear_kv_cache()
     (context,) = contexts(1, 20, 20)
     for adapter in [*adapters, None]:
         assert hooks.tokens([context], adapter=adapter) == 20
