@@ -1,5 +1,4 @@
-"""The output cache: rows that have been computed, least recently used first to go; and copies of
-many rows at once."""
+"""The output cache: rows that have been computed, least recently used first to go."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from genlm.core.copies import copies_of
 from genlm.core.types import Query
 
 if TYPE_CHECKING:
@@ -138,14 +138,3 @@ class OutputCache:
         """Whether this is a forked child: it has no use for rows, and perhaps a lock that is
         never released."""
         return os.getpid() != self._pid
-
-
-def copies_of(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A copy of each row, in memory of its own: whoever keeps one keeps no other alive. On a GPU a
-    few kernels make all of them; one for each would take longer than a forward."""
-    import torch
-
-    own = [torch.empty_like(row) for row in rows]
-    if own:
-        torch._foreach_copy_(own, list(rows))
-    return own

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from attrs import Factory, define
 
-from genlm.core.cache import copies_of
+from genlm.core.copies import copies_of
 from genlm.core.errors import EngineDeadError
 from genlm.core.runtime.timeline import Timeline
 
