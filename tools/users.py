@@ -48,10 +48,6 @@ class User:
     patience: float
     _tasks: dict[Request, asyncio.Future[Any]] = field(factory=dict, init=False)
 
-    @property
-    def tokenizer(self) -> Any:
-        return self.lm.tokenizer
-
     def genlm_step(
         self, queries: Sequence[Query], samples: Any, scores: Any, dropped: Sequence[Request]
     ) -> list[Answer]:
@@ -150,6 +146,9 @@ class Usual(Program):
     def disturb(self) -> None:
         lm = self.engine.lm
         self.source.choice([lm.clear_cache, lm.reset_async_queries])()
+
+    def width(self) -> int:
+        return len(self.engine.lm.byte_vocab)
 
     def fresh(self, count: int) -> TokenIds:
         return self.contexts.long(count, self.source.randrange(1000))[:count]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -31,6 +31,26 @@ def test_nothing_is_found_on_a_sound_engine(engine: type[MockEngine]) -> None:
     sound.run(200)
     assert sound.counts["answers"] > 200
     assert sound.counts["pins"] > 0
+
+
+class OfTheContract:
+    """A tokenizer that has what the contract asks for, and no length."""
+
+    def token_bytes(self) -> Sequence[bytes]:
+        return ByteTokenizer().token_bytes()
+
+    def encode(self, text: str) -> list[int]:
+        return ByteTokenizer().encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return ByteTokenizer().decode(token_ids)
+
+
+def test_the_tokenizer_of_an_engine_needs_no_length() -> None:
+    sound = program(ContinuousMockEngine)
+    sound.engine.tokenizer = OfTheContract()
+    sound.run(200)
+    assert sound.counts["answers"] > 0
 
 
 #: One for each thing that they do: in steps and without them.

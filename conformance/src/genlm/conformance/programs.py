@@ -17,6 +17,7 @@ from attrs import define, field
 
 from genlm.conformance.compare import Violation, check
 from genlm.core.errors import EngineError
+from genlm.core.tokenization import decode_vocab
 from genlm.core.types import (
     Adapter,
     Answer,
@@ -105,6 +106,7 @@ class Program:
     bound: dict[str, Adapter] = field(factory=dict, init=False)
     _known: list[Query] = field(factory=list, init=False)
     _answered: list[Answer] = field(factory=list, init=False)
+    _width: int = field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._known.append(self._begin())
@@ -142,6 +144,12 @@ class Program:
     def fresh(self, count: int) -> TokenIds:
         """So many random tokens."""
         return tuple(self.source.choices(self.tokens, k=count))
+
+    def width(self) -> int:
+        """How many tokens may be drawn: as many as the tokenizer has; rows may be wider."""
+        if not self._width:
+            self._width = len(decode_vocab(self.engine.tokenizer)[0])
+        return self._width
 
     def look(self) -> None:
         """See to what must be true at any time; nothing by default."""
@@ -383,7 +391,7 @@ class Program:
             return
         for at in self._places(len(drawn)):
             row = self.expected(query.extended(tuple(drawn[:at])) if at else query)
-            best = row[: len(self.engine.tokenizer)].max()  # rows may be wider
+            best = row[: self.width()].max()
             behind = float(best - row[drawn[at]])
             check(behind <= self.atol, f"{what}: token {at} is {behind:.3g} behind the best")
 

@@ -103,7 +103,7 @@ def _over_tier(
     tier: Tier, layer: int, asked: torch.Tensor, scale: float, softcap: float | None
 ) -> Partial:
     """Attention of a tier's tokens, ``[tokens, kv_heads, groups, dim]``, over its trunks: of the
-    same shape."""
+    same shape, but as wide as values are."""
     groups = asked.shape[2]
     by_head = asked.transpose(0, 1).contiguous()  # so that those of a product are without a copy
     outputs, log_sum_exps = [], []
