@@ -48,6 +48,10 @@ class User:
     patience: float
     _tasks: dict[Request, asyncio.Future[Any]] = field(factory=dict, init=False)
 
+    @property
+    def tokenizer(self) -> Any:
+        return self.lm.tokenizer
+
     def genlm_step(
         self, queries: Sequence[Query], samples: Any, scores: Any, dropped: Sequence[Request]
     ) -> list[Answer]:

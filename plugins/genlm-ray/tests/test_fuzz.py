@@ -152,3 +152,5 @@ def test_kills_in_every_state(cluster: Any, fleet: Callable[..., AsyncLM], fuzz_
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         campaign.round()
+    for program in programs:
+        program.engine.loop.close()
