@@ -28,6 +28,7 @@ from genlm.core import (
     UnsupportedError,
     hookimpl,
 )
+from genlm.core.collector import Collector
 from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.runtime import batcher as module
 from genlm.core.runtime.batcher import Batcher, Executor
@@ -98,8 +99,10 @@ def test_a_load_that_fails_tells_its_caller_and_leaves_nothing():
 
 
 @pytest.fixture
-def default_collector():
-    """The collector as Python 3.11 sets it, at the end as before."""
+def default_collector(monkeypatch):
+    """The collector as Python 3.11 sets it, whatever models other tests have left open; at the end
+    as before."""
+    monkeypatch.setattr(module, "COLLECTOR", Collector())
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     yield (700, 10, 10)
