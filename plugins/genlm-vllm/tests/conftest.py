@@ -10,7 +10,7 @@ from tests.fixtures import *  # noqa: F403
 from tools.tiny import write_adapter as save_adapter
 from tools.tiny import write_tokenizer
 
-from .driven import SMALL, VOCABULARY, Driven
+from .driven import MOST_ADAPTERS, SMALL, VOCABULARY, Driven
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -118,8 +118,7 @@ def engine(_plain):
 
 @pytest.fixture(scope="session")
 def _with_adapters(load_for_session):
-    # Two slots: vLLM's mistake on a CPU shows where the last is taken.
-    return load_for_session(enable_lora=True, max_loras=2, max_lora_rank=8)
+    return load_for_session(enable_lora=True, max_loras=MOST_ADAPTERS, max_lora_rank=8)
 
 
 @pytest.fixture

@@ -15,8 +15,10 @@ def test_random_programs(lora_engine, write_adapter, fuzz_seed, say):
     @contextmanager
     def program(source):
         made = random_program(lora_engine, source, seeds=False, adapters=adapters)
-        yield made
-        made.leave()
+        try:
+            yield made
+        finally:
+            made.leave()
         lora_engine.genlm_clear_kv_cache()
 
     say(str(fuzz(program, fuzz_seed, usually=5)))
