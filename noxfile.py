@@ -30,6 +30,7 @@ from tools.environments import (
     ROOT,
     Environment,
     environment_of,
+    need_home,
     prepare,
     real_model,
     whole,
@@ -76,6 +77,7 @@ nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
 nox.options.error_on_missing_interpreters = False  # a Python that is not found is skipped
 nox.options.sessions = ["check"]
+need_home()  # before nox makes an environment
 
 #: What plain ``nox`` runs, and what comes on top of it in ``nox -s full``. The long ones begin.
 CHECK = [f"tests-{PYTHON}", *(f"conformance({name})" for name in PLUGINS), "types", "lint"]

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,15 @@ CONFIGURED = {
 }
 
 
+def need_home() -> None:
+    """Give nox and all that it runs a home that can be written: uv, engines and tools keep caches
+    there."""
+    if not os.access(os.path.expanduser("~"), os.W_OK):
+        home = ROOT / "build" / "home"
+        home.mkdir(parents=True, exist_ok=True)
+        os.environ["HOME"] = str(home)
+
+
 def prepare(session: nox.Session) -> None:
     """Set what uv may install and from where, the number of threads, and how text is encoded.
 
@@ -47,10 +57,6 @@ def prepare(session: nox.Session) -> None:
     on Windows. Compiled modules are kept, also where an image of a container says otherwise: the
     tests start hundreds of programs, and importing an engine takes twice as long without them.
     """
-    if not os.access(Path.home(), os.W_OK):  # engines and tools keep caches there
-        home = ROOT / "build" / "home"
-        home.mkdir(parents=True, exist_ok=True)
-        os.environ["HOME"] = session.env["HOME"] = str(home)
     session.env.update(
         pip_configuration(),
         UV_CONSTRAINT="constraints.txt",
@@ -92,7 +98,10 @@ class Environment:
         # Making that folder sets TMPDIR to it, and Ray's sockets need a short path.
         self.session.env.pop("TMPDIR", None)
         if not Path(self.program("python")).exists():
-            self.session.run_install(UV, "venv", str(self.folder), external=True)
+            # This Python, and not the one that uv prefers; an older one than any here is uv's to
+            # replace.
+            python = ["--python", sys.executable] if sys.version_info >= (3, 11) else []
+            self.session.run_install(UV, "venv", *python, str(self.folder), external=True)
         for step in self.steps:
             self.pip(*step)
 
