@@ -141,6 +141,19 @@ def prompts() -> Program:
         yield [(*ids, 1) for ids in asked]
 
 
+def long_prompts() -> Program:
+    """Different long prompts: alone, beside many short contexts, then forked."""
+    rng = random.Random(8)
+    live = [some(rng, 700 + n) for n in range(12)]
+    for step in range(30):
+        if step == 10:
+            live += [some(rng, n) for n in range(1, 41)]
+        if step == 20:
+            live = live[:12] * 4
+        yield live
+        live = [(*ids, rng.randrange(4)) for ids in live]
+
+
 def by_turns() -> Program:
     """Two programs, whose contexts differ in length: a batch of the short ones must not drive out
     the long ones."""
@@ -168,14 +181,16 @@ COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
     "lone requests": (lone_requests, 0, (24, 2290, 2374, 4704)),
     "particles": (partial(particles, 20, 5), 10**6, (61, 1813, 23262, 13906)),
     "particles, little memory": (partial(particles, 20, 1), 4_000, (61, 1631, 62117, 4000)),
-    "particles, long prompt": (partial(particles, 700, 5), 10**6, (61, 2493, 21694, 14586)),
+    "particles, long prompt": (partial(particles, 700, 5), 10**6, (61, 2493, 22394, 14586)),
     "long particles": (partial(particles, 200, 0, 300, 8), 10**6, (301, 2590, 10597, 4808)),
+    "long prompts": (long_prompts, 10**6, (30, 10291, 13733, 16318)),
+    "long prompts, little memory": (long_prompts, 11_000, (40, 14659, 32596, 10942)),
     "mixed": (mixed, 10**6, (40, 3883, 2893, 7065)),
     "mixed, little memory": (mixed, 5_000, (40, 3883, 2048, 4972)),
     "thresholds": (thresholds, 10**6, (45, 5753, 8125, 10498)),
     "thresholds, little memory": (thresholds, 4_000, (45, 5753, 22365, 4000)),
     "uneven": (uneven, 10**6, (25, 3642, 20200, 18592)),
-    "uneven, little memory": (uneven, 2_600, (27, 3644, 8449, 2597)),
+    "uneven, little memory": (uneven, 2_600, (27, 3644, 6721, 2597)),
     "a conversation": (turns, 10**6, (156, 2374, 9518, 6541)),
     "a conversation, little memory": (turns, 3_000, (156, 2374, 25518, 2983)),
     "prompts": (prompts, 10**6, (51, 2564, 6968, 6004)),

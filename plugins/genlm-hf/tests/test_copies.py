@@ -244,10 +244,13 @@ def launched(engine: HFEngine, contexts: Sequence[Sequence[int]]) -> int:
     return ours.count - raw.count
 
 
-@pytest.mark.parametrize("n", [1, 64])
-def test_a_step_launches_ten_kernels_more_than_transformers(n: int, there: Make) -> None:
+@pytest.mark.parametrize(("length", "n"), [(20, 1), (20, 64), (WORTH.trunk + 8, 1), (600, 3)])
+def test_a_step_launches_ten_kernels_more_than_transformers(
+    length: int, n: int, there: Make
+) -> None:
+    """Also behind different prompts, however long."""
     engine = there(LLAMA)
-    contexts = contexts_of(20, n)
+    contexts = contexts_of(length, n)
     for token in range(2):  # the table is large enough then
         launched(engine, contexts)
         contexts = [[*one, token] for one in contexts]
@@ -264,9 +267,9 @@ def test_a_fork_launches_four_kernels_a_layer_besides(n: int, there: Make) -> No
     assert launched(engine, contexts) <= 10 + 4 * LLAMA.num_hidden_layers
 
 
-@pytest.mark.parametrize("shared", [1, 3])
+@pytest.mark.parametrize("shared", [2, 3])
 def test_one_more_trunk_launches_one_kernel_a_layer(shared: int) -> None:
-    """Long prompts with trunks of their own, from each of which some contexts go on."""
+    """Long prompts, from each of which some contexts go on."""
     # Another one, because models on the device change theirs.
     model = build(LlamaConfig.from_dict(LLAMA.to_dict()))
     counts = []

@@ -122,7 +122,8 @@ class Planner(Generic[A]):
                 return batch
             if len(batch) == 1:  # not even with its own source: start from nothing
                 alone = Placement(batch[0].index, batch[0].sequence)
-                self._with_trunk(alone, ())
+                if self._shares and alone.sequence.length >= self._worth.trunk:
+                    alone.cut = alone.sequence.length
                 return [alone] if self._begin([alone], self._needs([alone])) else []
             batch = again(batch[: len(batch) // 2])
         return []
@@ -283,18 +284,15 @@ class Planner(Generic[A]):
         self._with_trunk(placement, cuts)
 
     def _with_trunk(self, placement: Placement[A], cuts: Sequence[int]) -> None:
-        """Give a new context its own trunk up to where others will fork, or to its end if it is
-        long."""
+        """Give a new context its own trunk up to where others will fork."""
         placement.cut = placement.base
-        if self._shares and placement.kept:
-            cut, _ = best_cut(cuts, placement.base) if cuts else (0, 0)
+        if cuts and self._shares and placement.kept:
+            cut, _ = best_cut(cuts, placement.base)
             if cut - placement.base >= self._worth.trunk:
                 placement.cut = cut
-            elif placement.sequence.length - placement.start >= self._worth.trunk:
-                placement.cut = placement.sequence.length
 
     def _set_apart(self, batch: Sequence[Placement[A]]) -> None:
-        """Give the few new contexts that would make all rows longer their own trunks."""
+        """Give the new contexts that would make all rows longer their own trunks."""
         if all([placement.continued for placement in batch]):
             return
         tree, worth = self.tree, self._worth

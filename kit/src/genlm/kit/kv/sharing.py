@@ -30,14 +30,15 @@ class Worth:
             rows.
         product: One more context shares the first positions of a trunk if they are at least this
             many.
-        trunk: A new context with at least this many own positions gets its own trunk, because all
-            rows are as long as the longest.
+        trunk: What is shared by forks becomes a trunk if it has at least this many, and so does
+            every row of at least this many that is much longer than others, because all rows are
+            as long as the longest.
         waste: The table may take up to this many times the positions in it; if more, the longest
             rows become trunks.
         spare: Each row may take this many more.
         collecting: The common prefix of rows becomes a trunk, to save memory, if it has at least
             this many.
-        outliers: The most rows that become trunks because they are longer than the others.
+        outliers: The most shorter rows that become trunks because they are longer than the others.
         path: The most trunks below a context, usually.
     """
 
@@ -73,20 +74,21 @@ class Worth:
         return longest > 2 * self.step and self.columns(longest) * count > most
 
     def outliers_of(self, tails: Iterable[tuple[int, T]]) -> list[T]:
-        """The few long rows that make all rows much longer than their contents.
+        """The long rows, or few others, that make all rows much longer than their contents.
 
         Args:
             tails: The size of each row, and its owner.
         """
         ordered = sorted(tails, key=itemgetter(0), reverse=True)
         total = sum(map(itemgetter(0), ordered))
+        few = max(sum(size >= self.trunk for size, _ in ordered), self.outliers)
         found: list[T] = []
-        for at, (size, owner) in enumerate(ordered[: self.outliers + 1]):
+        for at, (size, owner) in enumerate(ordered[: few + 1]):
             if not self.too_wide(size, len(ordered) - at, total):
                 return found
             found.append(owner)
             total -= size
-        return []
+        return [owner for size, owner in ordered if size >= self.trunk]
 
 
 class Together(Generic[T]):

@@ -40,8 +40,8 @@ class Trunks:
         self._new_rows = 0  # since rows were last looked at for what they have in common
 
     def share_forked(self, batch: Sequence[Placement[Any]]) -> bool:
-        """Turn into trunks what several contexts will share, and the few rows that make all others
-        longer.
+        """Turn into trunks what several contexts will share, and the rows that make all others much
+        longer, those of a batch included.
 
         Returns:
             Whether some were.
@@ -58,12 +58,16 @@ class Trunks:
             cut, saved = best_cut(cuts, row.start)
             if saved >= self._worth.sharing or cut - row.start >= self._worth.trunk:
                 changed |= self.split([row], cut, protected)
-        tree = self._tree
-        if self._worth.too_wide(tree.columns, len(tree.rows), tree.row_positions):  # perhaps
-            for row in self._worth.outliers_of([(row.size, row) for row in tree.rows]):
+        tree, worth = self._tree, self._worth
+        fresh = [one for one in batch if one.needs_row] if forked else ()
+        new = [one.sequence.length - one.cut for one in fresh]
+        count, total = len(tree.rows) + len(new), tree.row_positions + sum(new)
+        if worth.too_wide(max(tree.columns, *new, 0), count, total):  # perhaps
+            sizes = [*((row.size, row) for row in tree.rows), *((size, None) for size in new)]
+            for long in worth.outliers_of(sizes):
                 # This one may have been dropped to make room for the one before.
-                if row in tree.kept:
-                    changed |= self.split([row], row.stop, protected)
+                if long is not None and long in tree.kept:
+                    changed |= self.split([long], long.stop, protected)
         return changed
 
     def share_common(self, needs: Needs) -> bool:
