@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,11 +111,24 @@ class Environment:
         return str(self.folder / PROGRAMS / f"{name}{SUFFIX}")
 
     def pip(self, command: str, *words: str) -> None:
-        """Run a command of ``uv pip``, unless nox is to install nothing (``nox -R``)."""
-        python = ("--python", self.program("python"))
-        self.session.run_install(
-            UV, "pip", command, *python, *words, external=True, silent=not self.session.interactive
-        )
+        """Run a command of ``uv pip``, unless nox is to install nothing (``nox -R``).
+
+        Raises:
+            nox.command.CommandFailed: it failed, and uv's reason if nobody has seen it yet.
+        """
+        command_line = [UV, "pip", command, "--python", self.program("python"), *words]
+        if self.session.interactive:
+            self.session.run_install(*command_line, external=True)
+            return
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
+            try:
+                self.session.run_install(*command_line, external=True, silent=True, stderr=said)
+            except nox.command.CommandFailed as failed:
+                said.seek(0)
+                reason = said.read()
+                self.session.warn(reason)
+                _, _, cause = reason.partition("cause: ")
+                raise nox.command.CommandFailed((cause or reason).split("\n")[0]) from failed
 
     def run(self, program: str, *arguments: str) -> None:
         """Run one of its programs, which finds the others."""
@@ -136,10 +150,9 @@ def environment_of(session: nox.Session, name: str, recipe: str = "environment.t
     label = f"env-{name}" + "-lowest" * (recipe == "environment-lowest.txt")
     try:
         return Environment(session, label, steps)
-    except nox.command.CommandFailed:
+    except nox.command.CommandFailed as failed:
         if "CI" not in os.environ:
-            wanted = "; ".join(shlex.join(words) for words in steps)
-            session.skip(f"what genlm-{name} needs cannot be installed on this machine: {wanted}")
+            session.skip(f"what genlm-{name} needs cannot be installed on this machine: {failed}")
         raise
 
 
