@@ -154,6 +154,34 @@ def long_prompts() -> Program:
         live = [(*ids, rng.randrange(4)) for ids in live]
 
 
+def documents() -> Program:
+    """Long contexts of different lengths, which grow."""
+    rng = random.Random(0)
+    live = [some(rng, rng.randrange(1600, 2400)) for _ in range(10)]
+    for _ in range(30):
+        yield live
+        live = [(*ids, rng.randrange(4)) for ids in live]
+
+
+def chats() -> Program:
+    """Long conversations, one of which goes on at a time."""
+    rng = random.Random(9)
+    live = [some(rng, rng.randrange(1500, 2500)) for _ in range(6)]
+    for turn in range(60):
+        yield [live[turn % 6]]
+        live[turn % 6] += some(rng, 10)
+
+
+def long_prompt() -> Program:
+    """A prompt that fills most of the memory, then forks of it."""
+    prompt = (1,) * 5000
+    yield [prompt]
+    live = [(*prompt, at) for at in range(8)]
+    for _ in range(20):
+        yield live
+        live = [(*ids, 5) for ids in live]
+
+
 def by_turns() -> Program:
     """Two programs, whose contexts differ in length: a batch of the short ones must not drive out
     the long ones."""
@@ -183,8 +211,11 @@ COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
     "particles, little memory": (partial(particles, 20, 1), 4_000, (61, 1631, 62117, 4000)),
     "particles, long prompt": (partial(particles, 700, 5), 10**6, (61, 2493, 22394, 14586)),
     "long particles": (partial(particles, 200, 0, 300, 8), 10**6, (301, 2590, 10597, 4808)),
+    "chats, little memory": (chats, 14_000, (60, 11849, 12668, 12174)),
+    "documents, little memory": (documents, 21_500, (30, 20560, 0, 20750)),
+    "long prompt, little memory": (long_prompt, 6_000, (21, 5160, 0, 5384)),
     "long prompts": (long_prompts, 10**6, (30, 10291, 13733, 16318)),
-    "long prompts, little memory": (long_prompts, 11_000, (40, 14659, 32596, 10942)),
+    "long prompts, little memory": (long_prompts, 11_000, (40, 14999, 2723, 10962)),
     "mixed": (mixed, 10**6, (40, 3883, 2893, 7065)),
     "mixed, little memory": (mixed, 5_000, (40, 3883, 2048, 4972)),
     "thresholds": (thresholds, 10**6, (45, 5753, 8125, 10498)),
@@ -202,6 +233,18 @@ COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
 def test_what_a_program_costs(name: str) -> None:
     program, budget, expected = COSTS[name]
     assert cost(program(), budget) == expected
+
+
+def test_short_contexts_fit_beside_long_pinned_ones() -> None:
+    """A pinned row would make all others as long."""
+    rng = random.Random(1)
+    planner: Planner[Wanted] = Planner(Meter(9_000))
+    for length in (3000, 3000, 2000):
+        prompt = Wanted(some(rng, length))
+        for batch in planner.batches([prompt]):
+            planner.commit(batch)
+        assert planner.pin(prompt)
+    assert planner.fits(511)
 
 
 def test_all_rows_are_looked_at_only_when_some_are_new(monkeypatch: pytest.MonkeyPatch) -> None:

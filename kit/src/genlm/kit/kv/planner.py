@@ -111,10 +111,11 @@ class Planner(Generic[A]):
             self._plan(planned, cuts)
             return planned
 
-        if self._shares and self._trunks.share_forked(batch):
+        needs = self._needs(batch)
+        if self._shares and self._trunks.share_forked(batch, needs.columns):
             batch = again(batch)
-        while batch:
             needs = self._needs(batch)
+        while batch:
             if self._shares and self._trunks.share_common(needs):
                 batch = again(batch)
                 needs = self._needs(batch)
@@ -126,6 +127,7 @@ class Planner(Generic[A]):
                     alone.cut = alone.sequence.length
                 return [alone] if self._begin([alone], self._needs([alone])) else []
             batch = again(batch[: len(batch) // 2])
+            needs = self._needs(batch)
         return []
 
     def commit(self, computed: Sequence[Placement[A]]) -> None:
@@ -293,21 +295,12 @@ class Planner(Generic[A]):
 
     def _set_apart(self, batch: Sequence[Placement[A]]) -> None:
         """Give the new contexts that would make all rows longer their own trunks."""
-        if all([placement.continued for placement in batch]):
-            return
-        tree, worth = self.tree, self._worth
-        tails: list[tuple[int, Placement[A] | None]] = [
-            (placement.sequence.length - placement.cut, placement)
-            for placement in batch
-            if placement.cut < placement.sequence.length
-        ]
-        sizes = [size for size, _ in tails]
-        total = tree.row_positions + sum(sizes)
-        if not worth.too_wide(max(tree.columns, *sizes, 0), len(tree.rows) + len(tails), total):
-            return
-        for outlier in worth.outliers_of([*((row.size, None) for row in tree.rows), *tails]):
-            if outlier is not None and not outlier.continued and outlier.kept:
-                outlier.cut = outlier.sequence.length
+        new = [(one.sequence.length - one.cut, one) for one in batch if one.needs_row]
+        if new:
+            columns = self._worth.columns(max([size for size, _ in new]))
+            for one in self._trunks.too_long(columns, new):
+                if isinstance(one, Placement) and one.kept:
+                    one.cut = one.sequence.length
 
     def _needs(self, batch: Sequence[Placement[A]]) -> Needs:
         new = [placement for placement in batch if not placement.continued]
@@ -321,7 +314,7 @@ class Planner(Generic[A]):
         starts = [placement.start for placement in batch]
         return Needs(
             rows=sum(placement.needs_row for placement in new),
-            columns=self._worth.columns(max(map(sub, lengths, cuts))),
+            columns=self._worth.columns(max(map(sub, lengths, cuts), default=0)),
             computed=sum(lengths) - sum(map(max, starts, cuts)),
             trunks=sum(placement.cut - placement.base for placement in new),
             protected=cast("set[Segment]", used),

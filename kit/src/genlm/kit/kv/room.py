@@ -101,6 +101,13 @@ class Room:
             and positions <= self._table.limit(needs.rows * needs.columns + needs.trunks)
         )
 
+    def is_tight(self, rows: int, columns: int) -> bool:
+        """Whether with so many new rows, and all rows of so many columns, more than half of the
+        budget is taken. What rows waste, or a copy of them, may not find room then."""
+        tree = self._tree
+        taken = (len(tree.rows) + rows) * columns + tree.trunk_positions
+        return 2 * taken > self._table.limit(rows * columns)
+
     def trim(self) -> None:
         """Shrink the table to its rows."""
         rows = self._tree.rows

@@ -30,9 +30,9 @@ class Worth:
             rows.
         product: One more context shares the first positions of a trunk if they are at least this
             many.
-        trunk: What is shared by forks becomes a trunk if it has at least this many, and so does
-            every row of at least this many that is much longer than others, because all rows are
-            as long as the longest.
+        trunk: What is shared by forks becomes a trunk if it has at least this many. So does every
+            row of at least this many that is much longer than others, because all rows are as long
+            as the longest; and where half of the budget is spent.
         waste: The table may take up to this many times the positions in it; if more, the longest
             rows become trunks.
         spare: Each row may take this many more.
@@ -73,6 +73,10 @@ class Worth:
         most = self.waste * total + self.step * count
         return longest > 2 * self.step and self.columns(longest) * count > most
 
+    def long(self, tails: Iterable[tuple[int, T]]) -> list[T]:
+        """The owners of rows that are long enough for a trunk, from their sizes and owners."""
+        return [owner for size, owner in tails if size >= self.trunk]
+
     def outliers_of(self, tails: Iterable[tuple[int, T]]) -> list[T]:
         """The long rows, or few others, that make all rows much longer than their contents.
 
@@ -81,14 +85,14 @@ class Worth:
         """
         ordered = sorted(tails, key=itemgetter(0), reverse=True)
         total = sum(map(itemgetter(0), ordered))
-        few = max(sum(size >= self.trunk for size, _ in ordered), self.outliers)
+        few = max(len(self.long(ordered)), self.outliers)
         found: list[T] = []
         for at, (size, owner) in enumerate(ordered[: few + 1]):
             if not self.too_wide(size, len(ordered) - at, total):
                 return found
             found.append(owner)
             total -= size
-        return [owner for size, owner in ordered if size >= self.trunk]
+        return self.long(ordered)
 
 
 class Together(Generic[T]):

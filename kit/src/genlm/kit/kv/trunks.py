@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from genlm.core.checks import describe_error
 from genlm.core.context import Context
@@ -15,6 +15,8 @@ from genlm.kit.kv.room import Needs, Room
 from genlm.kit.kv.sharing import Worth, best_cut, common_parts, families_of
 from genlm.kit.kv.tree import Tree
 from genlm.kit.segments import Row, Segment, Trunk
+
+T = TypeVar("T")
 
 logger = get_logger()
 
@@ -39,9 +41,9 @@ class Trunks:
         self._worth = worth
         self._new_rows = 0  # since rows were last looked at for what they have in common
 
-    def share_forked(self, batch: Sequence[Placement[Any]]) -> bool:
-        """Turn into trunks what several contexts will share, and the rows that make all others much
-        longer, those of a batch included.
+    def share_forked(self, batch: Sequence[Placement[Any]], columns: int) -> bool:
+        """Turn into trunks what several contexts will share, and rows that are too long beside
+        those of a batch, which takes so many columns.
 
         Returns:
             Whether some were.
@@ -58,17 +60,33 @@ class Trunks:
             cut, saved = best_cut(cuts, row.start)
             if saved >= self._worth.sharing or cut - row.start >= self._worth.trunk:
                 changed |= self.split([row], cut, protected)
-        tree, worth = self._tree, self._worth
         fresh = [one for one in batch if one.needs_row] if forked else ()
-        new = [one.sequence.length - one.cut for one in fresh]
-        count, total = len(tree.rows) + len(new), tree.row_positions + sum(new)
-        if worth.too_wide(max(tree.columns, *new, 0), count, total):  # perhaps
-            sizes = [*((row.size, row) for row in tree.rows), *((size, None) for size in new)]
-            for long in worth.outliers_of(sizes):
-                # This one may have been dropped to make room for the one before.
-                if long is not None and long in tree.kept:
-                    changed |= self.split([long], long.stop, protected)
+        new = [(one.sequence.length - one.cut, one) for one in fresh]
+        for long in self.too_long(columns, new):
+            # This one may have been dropped to make room for the one before.
+            if isinstance(long, Row) and long in self._tree.kept:
+                changed |= self.split([long], long.stop, protected)
         return changed
+
+    def too_long(self, columns: int, new: Sequence[tuple[int, T]]) -> list[Row | T]:
+        """What should rather be a trunk: the rows that make all others much longer than their
+        contents, and every long one where memory is short, because a row is copied to become one.
+
+        Args:
+            columns: As many as a batch takes.
+            new: The size of each row that the batch adds, and its owner.
+        """
+        tree, worth = self._tree, self._worth
+        columns = max(columns, tree.columns)
+        total = tree.row_positions + sum([size for size, _ in new])
+        short = columns >= worth.trunk and self._room.is_tight(len(new), columns)
+        if not (short or worth.too_wide(columns, len(tree.rows) + len(new), total)):
+            return []
+        rows: list[tuple[int, Row | T]] = [*((row.size, row) for row in tree.rows), *new]
+        if not short:
+            return worth.outliers_of(rows)
+        others = [each for each in rows if each[0] < worth.trunk]
+        return worth.long(rows) + worth.outliers_of(others)
 
     def share_common(self, needs: Needs) -> bool:
         """If the table would take much more than its contents, turn into trunks what rows have in
