@@ -11,7 +11,8 @@ Beyond 32, contexts of 2,000 tokens stand behind 32 prompts of nearly that lengt
 different ones would be a benchmark of attention. *Beside the forward* leaves out what passes inside
 the model, on engines that can be asked for it, and *beside the scheduler* what passes inside
 SGLang's. *Kernels* are the operations that a step of hf computes, each of which a GPU would launch,
-with forks copied together as there. The floor is the raw engine: transformers, mlx-lm or vLLM.
+with forks copied and uneven rows padded together as there. The floor is the raw engine:
+transformers, mlx-lm or vLLM.
 
 On another engine: ``python -m benchmarks.per_row ours --backend vllm``, and ``floor`` likewise.
 """
@@ -208,10 +209,10 @@ def time_of(
 
 
 def count_kernels(bench: Bench, folder: str) -> None:
-    """How many kernels a step of hf launches where a GPU's way to fork is taken, copies to callers
-    left out."""
+    """How many kernels a step of hf launches where a GPU's ways are taken, copies to callers left
+    out."""
     from genlm.core import hookimpl, load_model_by_name
-    from genlm.hf import pool
+    from genlm.hf import layout, pool
     from tools.launched import Launched
 
     launched = Launched()
@@ -224,7 +225,8 @@ def count_kernels(bench: Bench, folder: str) -> None:
 
     counting = load_model_by_name(folder, backend="hf", cache_size=0, wrappers=[Counting()])
     forks_together = mock.patch.object(pool, "ROW_BY_ROW", frozenset())
-    with forks_together, counting as lm, asyncio.Runner() as runner:
+    padded_together = mock.patch.dict(layout.SPARE_PRODUCTS, clear=True)
+    with forks_together, padded_together, counting as lm, asyncio.Runner() as runner:
         for length, n in sizes(bench):
             steps = Steps(n, length, lm.context)
             runner.run(lm.batch_next_token_logprobs(steps.prompts()))

@@ -44,6 +44,8 @@ ATTENTION = (
 
 #: Constants whose values decide how a context is computed, and other values for them.
 CONSTANTS = {
+    "genlm.hf.layout.SPARE_TOKENS": (0, 32, 4096),
+    "genlm.hf.pool.ROW_BY_ROW": (frozenset({"cpu"}), frozenset[str]()),
     "genlm.hf.snapshots.STEP_COST": (1, 4, 16),
     "genlm.hf.strategies.WORTH": tuple(
         Worth(waiting=waiting, sharing=sharing, trunk=trunk)

@@ -257,6 +257,16 @@ def test_a_step_launches_ten_kernels_more_than_transformers(
     assert launched(engine, contexts) <= 10
 
 
+def test_a_ragged_step_launches_seven_kernels_a_layer_besides(there: Make) -> None:
+    """Whatever the number of contexts: on a GPU their attention is computed together."""
+    engine = there(LLAMA)
+    contexts = contexts_of(20, 100)
+    for _ in range(3):
+        launched(engine, contexts)
+        contexts = [[*one, *range(1 + at % 5)] for at, one in enumerate(contexts)]
+    assert launched(engine, contexts) <= 20 + 7 * LLAMA.num_hidden_layers
+
+
 @pytest.mark.parametrize("n", [2, 64])
 def test_a_fork_launches_four_kernels_a_layer_besides(n: int, there: Make) -> None:
     engine = there(LLAMA)

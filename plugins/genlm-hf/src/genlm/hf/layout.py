@@ -17,6 +17,10 @@ from genlm.kit.segments import Row, Segment, Trunk
 #: A group may compute attention for this many padding tokens, and half of its tokens more.
 SPARE_TOKENS = 32
 
+#: The same in tokens times columns, where that is more, by the kind of device; the second for all
+#: others, which compute so many in the time of a few launches.
+SPARE_PRODUCTS, MOST_PRODUCTS = {"cpu": 0}, 2**17
+
 MaskKey = tuple[Pattern, torch.dtype, torch.device]
 
 
@@ -112,6 +116,7 @@ class PackedLayout(Layout):
         chunks: What is computed.
         patterns: What each layer attends to.
         upload: Takes the indices.
+        device: What kind of device computes.
 
     Attributes:
         positions: The position of every token in its context.
@@ -119,7 +124,9 @@ class PackedLayout(Layout):
         tiers: Attention over the trunks below, by pattern; empty if there are none.
     """
 
-    def __init__(self, chunks: Chunks, patterns: Sequence[Pattern], upload: Upload) -> None:
+    def __init__(
+        self, chunks: Chunks, patterns: Sequence[Pattern], upload: Upload, device: str = "cpu"
+    ) -> None:
         slots = _slots_of(chunks)
         count = len(slots)
         firsts, lasts, sizes = (of[:count] for of in (chunks.firsts, chunks.lasts, chunks.sizes))
@@ -129,7 +136,9 @@ class PackedLayout(Layout):
         self._token_slots = upload.add([*chain.from_iterable(map(repeat, slots, sizes))])
         self._token_columns = upload.add(ranges(firsts, lasts))
         self.positions = upload.add(ranges(chunks.starts, chunks.stops))
-        self.groups = [Group(chunks, which, upload) for which in _groups(sizes)]
+        products = SPARE_PRODUCTS.get(device, MOST_PRODUCTS)
+        spare = max(SPARE_TOKENS, products // max(self._width, 1))
+        self.groups = [Group(chunks, which, upload) for which in _groups(sizes, spare)]
         self._trunk_groups = [
             Group(chunks, slice(at, at + 1), upload) for at in range(count, len(chunks.segments))
         ]
@@ -363,15 +372,15 @@ def _products(chunks: Chunks) -> list[list[Product]]:
     return [*tiers.values()]
 
 
-def _groups(sizes: Sequence[int]) -> list[slice]:
+def _groups(sizes: Sequence[int], spare: int) -> list[slice]:
     """Cut rows, of so many tokens each, where padding them together would waste more attention than
-    another call costs."""
+    another call costs: half as many tokens as there are, and so many spare ones."""
     groups: list[slice] = []
     first = longest = total = 0
     for at, size in enumerate(sizes) if len({*sizes}) > 1 else ():
         total += size
         longest = max(longest, size)
-        if longest * (at + 1 - first) > 1.5 * total + SPARE_TOKENS:
+        if longest * (at + 1 - first) > 1.5 * total + spare:
             groups.append(slice(first, at))
             first, longest, total = at, size, size
     return [*groups, slice(first, len(sizes))] if sizes else []

@@ -104,11 +104,10 @@ class Runner:
         """
         if self._patterns is None:
             raise ValueError("packed forwards need the layers' attention patterns")
-        upload = Upload()
-        layout = PackedLayout(chunks, self._patterns, upload)
+        upload, device = Upload(), self._device
+        layout = PackedLayout(chunks, self._patterns, upload, device.type)
         self.pool.layout = layout
         ids, places = upload.add(tokens), upload.add(wanted)
-        device = self._device
         return self._forward(
             [*chain.from_iterable(map(repeat, adapters, chunks.sizes))],
             places,
