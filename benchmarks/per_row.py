@@ -229,6 +229,7 @@ def count_kernels(bench: Bench, folder: str) -> None:
     with forks_together, padded_together, counting as lm, asyncio.Runner() as runner:
         for length, n in sizes(bench):
             steps = Steps(n, length, lm.context)
+            lm.clear_kv_cache()  # beside many short contexts, long prompts would be trunks
             runner.run(lm.batch_next_token_logprobs(steps.prompts()))
             for case in ("extend", "fork", "newcomer", "ragged"):
                 for _ in range(4):  # the last one counts: memory has been allocated then
