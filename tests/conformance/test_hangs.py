@@ -165,7 +165,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize(
     ("stuck", "deadline"),
-    [("threading.Event().wait()", 100), ("ctypes.PyDLL(None).sleep(10000)", 6)],
+    [("threading.Event().wait()", 100), ("ctypes.PyDLL(None).sleep(10000)", 15)],
     ids=["waits", "locks"],
 )
 def test_the_command_ends(stuck: str, deadline: int, tmp_path: Path) -> None:
