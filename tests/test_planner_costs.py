@@ -112,10 +112,7 @@ def uneven() -> Program:
 def mixed() -> Program:
     """A few long contexts beside many short ones."""
     rng = random.Random(1)
-    live = [some(rng, n) for n in [1500, 400, *range(10, 40)]]
-    for _ in range(40):
-        yield live
-        live = [(*ids, rng.randrange(4)) for ids in live]
+    yield from grown([some(rng, n) for n in [1500, 400, *range(10, 40)]], rng, 40)
 
 
 def turns() -> Program:
@@ -154,13 +151,17 @@ def long_prompts() -> Program:
         live = [(*ids, rng.randrange(4)) for ids in live]
 
 
+def grown(live: list[tuple[int, ...]], rng: random.Random, steps: int) -> Program:
+    """Contexts that grow token by token."""
+    for _ in range(steps):
+        yield live
+        live = [(*ids, rng.randrange(4)) for ids in live]
+
+
 def documents() -> Program:
     """Long contexts of different lengths, which grow."""
     rng = random.Random(0)
-    live = [some(rng, rng.randrange(1600, 2400)) for _ in range(10)]
-    for _ in range(30):
-        yield live
-        live = [(*ids, rng.randrange(4)) for ids in live]
+    yield from grown([some(rng, rng.randrange(1600, 2400)) for _ in range(10)], rng, 30)
 
 
 def chats() -> Program:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import nox
@@ -125,10 +126,11 @@ class Environment:
                 self.session.run_install(*command_line, external=True, silent=True, stderr=said)
             except nox.command.CommandFailed as failed:
                 said.seek(0)
-                reason = said.read()
-                self.session.warn(reason)
-                _, _, cause = reason.partition("cause: ")
-                raise nox.command.CommandFailed((cause or reason).split("\n")[0]) from failed
+                words_of_uv = said.read()
+                self.session.warn(words_of_uv)
+                found = re.findall(r"(cause|error): (.+)", words_of_uv)
+                _, reason = min(found, key=itemgetter(0), default=("", words_of_uv))  # a cause
+                raise nox.command.CommandFailed(reason) from failed
 
     def run(self, program: str, *arguments: str) -> None:
         """Run one of its programs, which finds the others."""

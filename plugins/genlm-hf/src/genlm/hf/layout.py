@@ -17,8 +17,8 @@ from genlm.kit.segments import Row, Segment, Trunk
 #: A group may compute attention for this many padding tokens, and half of its tokens more.
 SPARE_TOKENS = 32
 
-#: The same in tokens times columns, where that is more, by the kind of device; the second for all
-#: others, which compute so many in the time of a few launches.
+#: Or for so many, times columns, where that is more: what a device computes while a few kernels are
+#: launched. By its kind, and for all other kinds.
 SPARE_PRODUCTS, MOST_PRODUCTS = {"cpu": 0}, 2**17
 
 MaskKey = tuple[Pattern, torch.dtype, torch.device]
