@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 import torch
-from attrs import evolve
 
 from genlm.core import Query, hookimpl
 from genlm.core.mock import ContinuousMockEngine
@@ -117,7 +116,7 @@ class StepsShareOneBuffer(Keeping, Continuous, buffer=lambda: torch.empty(64, 25
         answers = self.advance(newcomers, dropped)
         for i, answer in enumerate(answers[:64]):
             if isinstance(answer.request, Query):
-                answers[i] = evolve(answer, result=self.buffer[i].copy_(answer.result))
+                answers[i] = answer._replace(result=self.buffer[i].copy_(answer.result))
         return answers
 
 

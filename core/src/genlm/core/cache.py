@@ -90,7 +90,7 @@ class OutputCache:
         kept: list[tuple[Hashable, torch.Tensor, int]] = []
         room = most
         for key, row in reversed([*rows]):  # the last are those that would stay
-            nbytes = row.nbytes + (ID_BYTES * len(key.context) if isinstance(key, Query) else 0)
+            nbytes = row.nbytes + (ID_BYTES * key.context.length if isinstance(key, Query) else 0)
             if nbytes > most:
                 continue
             room -= nbytes

@@ -74,6 +74,7 @@ class Context(Sequence[int]):
         blocks: Of another context, which begins in the same way.
 
     Attributes:
+        length: How many ids there are.
         vocab_size: The ids are in ``range(vocab_size)``; 0 is not known: then the context cannot be
             extended, and is checked where it is asked for.
         hash_value: The hash of the ids.
@@ -82,14 +83,14 @@ class Context(Sequence[int]):
     """
 
     __slots__ = (
-        "__weakref__", "_blocks", "_ids", "_length", "_tail", "grown", "hash_value", "parent_hash",
+        "__weakref__", "_blocks", "_ids", "_tail", "grown", "hash_value", "length", "parent_hash",
         "vocab_size",
     )  # fmt: skip
 
     _blocks: Block | None  # the full blocks of the ids
     _tail: TokenIds  # the ids behind those, fewer than BLOCK
     _ids: TokenIds | None  # all of them, once they have been asked for
-    _length: int
+    length: int
     vocab_size: int
     hash_value: int
     grown: int
@@ -101,7 +102,7 @@ class Context(Sequence[int]):
         self._blocks, self._tail, self.vocab_size = blocks, tail, vocab_size
         self._ids = tail if blocks is None else None
         end, value = (0, 0) if blocks is None else (blocks.end, blocks.value)
-        self._length, self.hash_value = end + len(tail), hash((value, tail))
+        self.length, self.hash_value = end + len(tail), hash((value, tail))
         self.grown = self.parent_hash = 0
 
     def extend(self, *token_ids: int) -> Context:
@@ -183,7 +184,7 @@ class Context(Sequence[int]):
         return self.token_ids[index]
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.token_ids)

@@ -127,15 +127,19 @@ class RowsMixin(TextMixin):
 
     def _checked(self, token_ids: Iterable[int], room_for: int) -> Context:
         vocab_size, limit = self._engine.vocab_size, self._engine.max_context
-        if type(token_ids) is Context and 0 < token_ids.vocab_size <= vocab_size and token_ids:
+        if (
+            type(token_ids) is Context
+            and 0 < token_ids.vocab_size <= vocab_size
+            and token_ids.length
+        ):
             context = token_ids
         elif (known := self._known_contexts.find(token_ids, vocab_size)) is not None:
             context = known
         else:
             context = Context(token_ids_of("context", token_ids, vocab_size, limit), vocab_size)
             self._known_contexts.add(context)
-        if limit is not None and len(context) + max(room_for - 1, 0) > limit:
-            raise InvalidQueryError(_too_long(len(context), room_for, limit))
+        if limit is not None and context.length + (room_for or 1) > limit + 1:
+            raise InvalidQueryError(_too_long(context.length, room_for, limit))
         return context
 
 

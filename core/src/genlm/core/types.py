@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from attrs import Factory, asdict, field, frozen
 from attrs.validators import instance_of
@@ -47,7 +47,6 @@ class Query:
     context: Context = field(alias="token_ids", converter=as_context)
     adapter: Adapter | None = None
     cold: bool = False
-    _hash: int | None = field(init=False, eq=False, default=None)
 
     @property
     def token_ids(self) -> TokenIds:
@@ -57,19 +56,16 @@ class Query:
     @property
     def length(self) -> int:
         """How many tokens the context has; needs no tuple of them."""
-        return len(self.context)
+        return self.context.length
 
     def extended(self, token_ids: TokenIds) -> Query:
         """The same query with ``token_ids``, which must be valid, after its context."""
         return Query(self.context.followed_by(token_ids), self.adapter, self.cold)
 
     def __hash__(self) -> int:
-        known = self._hash
-        if known is None:
-            version = 0 if self.adapter is None else self.adapter.version
-            known = hash((self.context.hash_value, version, self.cold))
-            object.__setattr__(self, "_hash", known)
-        return known
+        if self.adapter is None:
+            return self.context.hash_value
+        return hash((self.context.hash_value, self.adapter.version))
 
     def __str__(self) -> str:
         """For messages: its first tokens, its length and its adapter."""
@@ -250,8 +246,7 @@ class Stats:
         )
 
 
-@frozen(eq=False)
-class Answer:
+class Answer(NamedTuple):
     """A continuous engine's answer to one request: its result, or why it has none.
 
     Attributes:
@@ -265,7 +260,7 @@ class Answer:
     """
 
     request: Request
-    result: Any = field(repr=False)
+    result: Any
 
 
 @runtime_checkable

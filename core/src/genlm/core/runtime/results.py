@@ -86,7 +86,7 @@ class Results:
                 if not (isinstance(one, Answer) and isinstance(one.request, Request)):
                     wrong = f"what is no Answer(request, result): {safe_repr(one)}"
                     raise self.violation(hook, requests, wrong)
-            pairs = [(answer.request, answer.result) for answer in given]
+            pairs = given
         elif hook == "genlm_next_token_logprobs":
             shape = len(requests), self._vocab_size
             if (misshapen := wrong_tensor(given, shape)) is not None:

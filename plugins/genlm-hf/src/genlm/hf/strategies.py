@@ -6,14 +6,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import itemgetter
+from itertools import chain, repeat
+from operator import sub
 from typing import Any
 
 import torch
 from attrs import define, field, frozen
 
 from genlm.core.types import Adapter
-from genlm.hf.layout import Chunks
+from genlm.hf.layout import Chunks, ranges
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Snapshots, steps
@@ -23,7 +24,7 @@ from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Together, Worth
 from genlm.kit.memory import is_out_of_memory
-from genlm.kit.segments import Row
+from genlm.kit.segments import Row, Segment
 
 #: A sequence, and where it is computed.
 Placed = Placement[TokenSequence]
@@ -263,35 +264,32 @@ class Uniform(InRows):
 
 def _forward(run: Run, parts: Iterable[Part]) -> Result:
     """One forward over parts of sequences."""
-    pieces = [  # rows by slot, so that neighbours are read without a copy; then trunks
-        (
-            segment.slot if isinstance(segment, Row) else sys.maxsize,
-            one.index,
-            one.sequence,
-            (segment, first, last),
-        )
+    pieces = [
+        (one.index, one.sequence, segment, first, last)
         for one, start, stop in parts
         for segment, first, last in one.segments(start, stop)
     ]
-    pieces.sort(key=itemgetter(0))
-    _, indices, sequences, places = zip(*pieces, strict=True)
-    chunks = Chunks(places)
+    pieces.sort(key=_place)
+    indices, sequences, segments, starts, stops = zip(*pieces, strict=True)
+    chunks = Chunks(zip(segments, starts, stops, strict=True))
     tokens = [
         token
-        for sequence, (_, first, last) in zip(sequences, places, strict=True)
-        for token in sequence.tokens.since(first)[: last - first]
+        for sequence, start, size in zip(sequences, starts, chunks.sizes, strict=True)
+        for token in sequence.tokens.since(start)[:size]
     ]
-    wanted = [
-        (index, at, end - last + at)
-        for index, sequence, (_, first, last), end in zip(
-            indices, sequences, places, chunks.ends, strict=True
-        )
-        for at in range(max(sequence.latest_start, first), last)
-    ]
-    wanted.sort()
+    kept = [*map(max, [sequence.latest_start for sequence in sequences], starts)]
+    counts = [*map(max, map(sub, stops, kept), repeat(0))]
+    owners = chain.from_iterable(map(repeat, indices, counts))
+    wanted = sorted(zip(owners, ranges(map(sub, chunks.ends, counts), chunks.ends), strict=True))
     adapters = [sequence.adapter for sequence in sequences]
-    logits = run(chunks, tokens, adapters, [at for _, _, at in wanted])
-    return Result([index for index, _, _ in wanted], logits)
+    logits = run(chunks, tokens, adapters, [at for _, at in wanted])
+    return Result([index for index, _ in wanted], logits)
+
+
+def _place(piece: tuple[int, TokenSequence, Segment, int, int]) -> int:
+    """Rows by slot, so that neighbours are read without a copy; then trunks."""
+    segment = piece[2]
+    return segment.slot if isinstance(segment, Row) else sys.maxsize
 
 
 @define(eq=False)
