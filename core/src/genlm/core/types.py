@@ -165,7 +165,7 @@ class BackendInfo:
             looked for and not imported.
         install: How to install them, if ``pip install`` with their names is not the way.
         versions: The versions of ``engine`` that the plugin was tested with, such as
-            ``">=0.28,<0.34"``, for a plugin that must refuse others. It then depends on
+            ``">=0.30,<0.34"``, for a plugin that must refuse others. It then depends on
             ``packaging``.
         unavailable: Why the backend cannot run on this machine, with the remedy; ``None`` if it
             can. By default it is made from ``needs`` and ``versions``.

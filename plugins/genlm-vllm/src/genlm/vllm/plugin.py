@@ -11,7 +11,7 @@ from genlm.core.hookspecs import hookimpl
 from genlm.core.types import BackendInfo, Engine
 
 #: What is used of vLLM may change with any release: others are refused.
-VERSIONS = ">=0.28,<0.34"
+VERSIONS = ">=0.30,<0.34"
 
 PREFERENCE_ON_CUDA = 100
 PREFERENCE_ON_CPU = -1  # below transformers, which starts at once
