@@ -183,6 +183,17 @@ def long_prompt() -> Program:
         live = [(*ids, 5) for ids in live]
 
 
+def documents_and_forks() -> Program:
+    """Long documents, a prompt that is forked in a step of its own, then all grow."""
+    rng = random.Random(10)
+    documents = [some(rng, 3000) for _ in range(5)]
+    prompt = some(rng, 600)
+    yield from ([one] for one in (*documents, prompt))
+    forks = [(*prompt, at) for at in range(32)]
+    yield forks
+    yield from grown([(*ids, 5) for ids in (*documents, *forks)], rng, 3)
+
+
 def by_turns() -> Program:
     """Two programs, whose contexts differ in length: a batch of the short ones must not drive out
     the long ones."""
@@ -214,6 +225,7 @@ COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
     "long particles": (partial(particles, 200, 0, 300, 8), 10**6, (301, 2590, 10597, 4808)),
     "chats, little memory": (chats, 14_000, (60, 11849, 12668, 12174)),
     "documents, little memory": (documents, 21_500, (30, 20560, 0, 20750)),
+    "documents and forks": (documents_and_forks, 78_000, (10, 15743, 60720, 18048)),
     "long prompt, little memory": (long_prompt, 6_000, (21, 5160, 0, 5384)),
     "long prompts": (long_prompts, 10**6, (30, 10291, 13733, 16318)),
     "long prompts, little memory": (long_prompts, 11_000, (40, 14999, 2723, 10962)),

@@ -246,6 +246,26 @@ def test_scores_that_fail_spoil_no_context_that_they_went_on_from(llama: Any) ->
     llama.check((*whole[:30], 1))
 
 
+def test_a_forward_without_numbers_spoils_no_state_that_was_known(llama: Any) -> None:
+    """It computes known positions again, of a context that is asked again or scored."""
+    whole, other = draw(2, 40)
+    layer = llama.engine.model.model.layers[0]
+    llama.check(other)  # the lengths that are compared with cold rows
+
+    def once(*_: Any) -> torch.Tensor:
+        hook.remove()
+        return torch.full_like(_[-1], float("nan"))
+
+    for again in (
+        lambda: llama.ask(whole),
+        lambda: llama.engine.genlm_sequence_logprobs([Query(whole[:30])], [whole[30:]])[0],
+    ):
+        llama.check(whole)
+        hook = layer.register_forward_hook(once)
+        assert again().isnan().any()
+        llama.check((*whole, 1), (*whole, 2), (*whole[:35], 3))
+
+
 def test_a_pool_that_cannot_grow_is_emptied(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, *others = draw(9, 20)
     llama.engine.genlm_cache_prefix(Query(prompt))
@@ -269,11 +289,13 @@ def test_a_pool_that_cannot_grow_is_emptied(llama: Any, monkeypatch: pytest.Monk
     llama.check(prompt, (*prompt, 1, 2), *[(*other, 1) for other in others])
 
 
-def test_one_that_fits_once_the_others_are_dropped(llama: Any) -> None:
+@pytest.mark.parametrize("cold", [False, True])
+def test_one_that_fits_once_the_others_are_dropped(llama: Any, cold: bool) -> None:
     *others, prompt = draw(4, 20)
     llama.ask(*others)
     with failing(llama.engine.model, only(0)):
-        llama.check(prompt)
+        (answer,) = llama.engine.genlm_step([Query(prompt, cold=cold)], ())
+    torch.testing.assert_close(answer.result[None], llama.expected(prompt), atol=1e-4, rtol=0)
     llama.forwards.clear()
     llama.check((*others[0], 1))
     assert llama.forwards == [21]

@@ -112,7 +112,7 @@ class Planner(Generic[A]):
             return planned
 
         needs = self._needs(batch)
-        if self._shares and self._trunks.share_forked(batch, needs.columns):
+        while self._shares and self._trunks.share_forked(batch, needs.columns):
             batch = again(batch)
             needs = self._needs(batch)
         while batch:
@@ -144,7 +144,7 @@ class Planner(Generic[A]):
         trunks = [placement.trunk for placement in computed if placement.trunk is not None]
         for placement in staying:  # all first: the new key of one may be the old key of another
             if placement.continued and placement.row is not None:
-                self.tree.rename(placement.row, placement.sequence)
+                self.tree.rename(placement.row, placement.sequence.tokens)
         for segment in (*trunks, *[placement.row for placement in staying]):
             if segment is not None:
                 self.tree.keep(segment)
@@ -170,18 +170,19 @@ class Planner(Generic[A]):
         self._give_up(batch)
 
     def _give_up(self, batch: Sequence[Placement[A]]) -> None:
-        """Free new segments, and overwrite what was written into rows: it may be nan, and a masked
-        column still takes part in products."""
+        """Free new segments, forget what was written into rows, and overwrite it: it may be nan,
+        and a masked column still takes part in products."""
         for placement in batch:
             if placement.row is not None and not placement.continued:
                 self.tree.discard(placement.row)
+            elif placement.row is not None:
+                self.tree.cut(placement.row, placement.start)
             if placement.trunk is not None:
                 self.tree.discard(placement.trunk)
         try:
             for placement in batch:
-                if placement.row is not None:
-                    valid = placement.row.stop if placement.continued else placement.start
-                    self._table.do(Blank(placement.row, max(valid - placement.row.start, 0)))
+                if (row := placement.row) is not None:
+                    self._table.do(Blank(row, max(placement.start - row.start, 0)))
         except Exception as error:  # no row can be shared any more
             self._running = []
             self._room.lose(error)

@@ -150,15 +150,26 @@ class Tree:
             self._keys.insert(at, segment.key)
             self._sorted.insert(at, segment)
 
-    def rename(self, row: Row, sequence: TokenSequence) -> None:
-        """Let a kept row end where a longer context does; it must be kept again."""
+    def rename(self, row: Row, context: Context) -> None:
+        """Let a kept row end where another context does; it must be kept again."""
         self._keys, self._sorted = None, []
         del self.kept[row]
         if self._ends.get(row.name) is row:
             del self._ends[row.name]
-        self.row_positions += sequence.length - row.stop
-        row.context, row.stop = sequence.tokens, sequence.length
-        row.name = row.version, sequence.tokens.hash_value
+        self.row_positions += context.length - row.stop
+        row.context, row.stop = context, context.length
+        row.name = row.version, context.hash_value
+
+    def cut(self, row: Row, stop: int) -> None:
+        """Let a kept row hold no more than the first ``stop`` positions of its context."""
+        if stop >= row.stop:
+            return
+        context = row.context.first(stop)
+        if stop <= row.start or self.at_end(row.version, context) is not None:
+            return self.drop(row)
+        self.rename(row, context)
+        row.begins_like(row.known_key, stop)
+        self.keep(row)
 
     def shorten(self, row: Row, trunk: Trunk) -> None:
         """Note that a trunk holds the first positions of a row."""

@@ -31,7 +31,7 @@ from genlm.hf.scores import Scores, logprobs
 from genlm.hf.strategies import strategy_for
 from genlm.kit.adapter_files import AdapterFolder
 from genlm.kit.kv.sequence import TokenSequence
-from genlm.kit.memory import is_out_of_memory
+from genlm.kit.memory import is_out_of_memory, lower
 from genlm.kit.model_files import ids_of
 
 #: Rows of long contexts may be off by this many times what the probe of short ones allows.
@@ -155,7 +155,7 @@ class HFEngine:
         if dropped:
             self._schedule.drop(set(dropped))
         if queries and queries[0].cold:
-            return [Answer(queries[0], self._cold(_sequence(queries[0])))]
+            return [Answer(queries[0], self._rows([_sequence(queries[0])], cold=True)[0])]
         self._schedule.add({TokenSequence(one.context, one.adapter): one for one in queries})
         if not self._schedule:
             return []
@@ -186,10 +186,10 @@ class HFEngine:
             rows = self._rows(sequences)
         return rows
 
-    def _rows(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
+    def _rows(self, sequences: Sequence[TokenSequence], cold: bool = False) -> torch.Tensor:
         # Closed here: an error of ours would keep it, with what it has assigned, for as long as
         # somebody keeps the error.
-        with closing(self._evaluator.run(sequences)) as results:
+        with closing(self._evaluator.run(sequences, cold)) as results:
             return _in_order([(result.owners, logprobs(result.logits)) for result in results])
 
     def _proven(self, sequence: TokenSequence, row: torch.Tensor) -> bool:
@@ -271,17 +271,18 @@ class HFEngine:
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter, contents: AdapterFolder) -> bool:
-        base = BaseRow(self._runner)
-        with self._runner.head_may_change():
-            self._adapters.add(adapter, contents)
-        if not base.is_unchanged():
-            self.genlm_remove_lora(adapter)
-            raise base.error(adapter)
-        try:
-            base.check(adapter)
-        except BaseException:
-            self.genlm_remove_lora(adapter)
-            raise
+        with lower("kv_cache_bytes"):
+            base = BaseRow(self._runner)
+            with self._runner.head_may_change():
+                self._adapters.add(adapter, contents)
+            if not base.is_unchanged():
+                self.genlm_remove_lora(adapter)
+                raise base.error(adapter)
+            try:
+                base.check(adapter)
+            except BaseException:
+                self.genlm_remove_lora(adapter)
+                raise
         return True
 
     @hookimpl

@@ -77,16 +77,23 @@ class Evaluator:
         self._strategy.clear()
         logger.warning("kv.reuse_wrong", length=length, limit=self._reuse_limit)
 
-    def run(self, sequences: Sequence[TokenSequence]) -> Generator[Result, None, None]:
+    def run(
+        self, sequences: Sequence[TokenSequence], cold: bool = False
+    ) -> Generator[Result, None, None]:
         """Compute ``sequences``; every wanted row comes exactly once, those of one sequence
         together and in order.
 
         Where memory runs out, state is dropped; then forwards become smaller.
 
+        Args:
+            sequences: What is wanted.
+            cold: Whether all is computed from their tokens only.
+
         Raises:
             EngineError: one sequence alone is more than memory holds.
         """
-        wanted, parts = list(sequences), self._parts(sequences)
+        wanted, alone = list(sequences), set[int]()
+        parts = [([*range(len(wanted))], False)] if cold else self._parts(sequences)
         while parts:
             indices, kept = parts.pop()
             given = Counter[int]()
@@ -97,7 +104,7 @@ class Evaluator:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                parts += self._smaller(wanted, given, indices, kept, error)
+                parts += self._smaller(wanted, given, indices, kept, alone, error)
 
     def pieces(self, sequence: TokenSequence) -> list[TokenSequence]:
         """Sequences whose wanted rows, one after the other, are those of ``sequence`` as if each
@@ -169,18 +176,21 @@ class Evaluator:
         given: Counter[int],
         indices: Sequence[int],
         kept: bool,
+        alone: set[int],
         error: Exception,
     ) -> list[Part]:
-        """Where memory ran out: drop state, and try again in halves, one alone without keeping its
-        state. What there are rows of already is not ``wanted`` again."""
+        """Where memory ran out: drop state, and try again in halves, one ``alone`` without keeping
+        its state. What there are rows of already is not ``wanted`` again."""
         self._strategy.drop_unpinned()
         left = [at for at in indices if given[at] < wanted[at].keep]
         if len(left) == 1 and not kept:
-            raise EngineError(
-                f"a context of {wanted[left[0]].length} tokens does not fit into the "
-                "device's memory; lower max_batch_tokens (now "
-                f"{self._strategy.max_tokens}), kv_cache_bytes, or the precision of the weights"
-            ) from error
+            if left[0] in alone:
+                raise EngineError(
+                    f"a context of {wanted[left[0]].length} tokens does not fit into the "
+                    "device's memory; lower max_batch_tokens (now "
+                    f"{self._strategy.max_tokens}), kv_cache_bytes, or the precision of the weights"
+                ) from error
+            alone.update(left)
         for at in left:
             one = wanted[at]
             wanted[at] = TokenSequence(one.tokens, one.adapter, one.keep - given[at])
