@@ -17,12 +17,14 @@ from genlm.core import EngineError, Query
 from genlm.hf import budget as budget_module
 from genlm.hf import engine as engine_module
 from genlm.hf import strategies
+from genlm.hf.engine import HFEngine
 from genlm.hf.pool import PoolLayer, RowPool
 from genlm.hf.strategies import Computed
 from genlm.hf.table import PoolTable
 from genlm.kit.kv.commands import Command, Join
 from genlm.kit.kv.sharing import Worth
 
+from .families import small_family
 from .models import draw, llama_config, proven
 
 pytestmark = pytest.mark.any_version
@@ -95,6 +97,15 @@ def test_state_takes_a_quarter_of_what_the_machine_can_give(
         said.write_text(f"MemTotal: {2 * kib} kB\nMemFree: 9 kB\nMemAvailable: {kib} kB\n")
         assert budget_module.budget(None, cpu) == bytes_
     assert budget_module.budget(7, cpu) == 7
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "nemotron"])
+def test_ways_that_were_tried_take_nothing_of_the_budget(family: str) -> None:
+    """These take neither the first way nor, one of them, the second."""
+    pool = HFEngine(small_family(family, 2000), None)._runner.pool
+    pool.resize(1, 1)
+    states = [states for layer in pool.row(0) for states in layer]
+    assert pool.bytes_per_column == sum(one.nbytes for one in states)
 
 
 @contextmanager

@@ -127,6 +127,11 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.layout.past + query_length, 0
 
+    def forget_layers(self) -> None:
+        """Be as before the first forward."""
+        self.layers.clear()
+        self.bytes_per_column = 0
+
     @torch.inference_mode()
     def resize(self, rows: int, columns: int, kept: Sequence[int] = ()) -> None:
         """Change the size; the rows ``kept`` become rows 0, 1, ... One layer at a time, so that

@@ -125,7 +125,7 @@ def choose_reuse(
         reasons[reuse.value] = why
         if model.config._attn_implementation != original:
             model.set_attn_implementation(original)
-        runner.pool.layers.clear()
+        runner.pool.forget_layers()
     raise EngineError(
         f"rows of this model depend on padding after them ({reasons}); load a causal language model"
     )
@@ -236,7 +236,7 @@ class Twins:
                 tolerance = _tolerance(twin, runner, contexts, expected)
                 if why := _disagreement(runner, reuse, contexts, expected, tolerance):
                     return why
-                runner.pool.layers.clear()
+                runner.pool.forget_layers()
         except EngineError:
             raise
         except Exception as error:
