@@ -194,6 +194,16 @@ def documents_and_forks() -> Program:
     yield from grown([(*ids, 5) for ids in (*documents, *forks)], rng, 3)
 
 
+def one_grows_long() -> Program:
+    """One of many short contexts becomes long at once."""
+    rng = random.Random(11)
+    live = [some(rng, 20) for _ in range(200)]
+    yield live
+    live[0] += some(rng, 1000)
+    yield live[:1]
+    yield from grown(live, rng, 3)
+
+
 def by_turns() -> Program:
     """Two programs, whose contexts differ in length: a batch of the short ones must not drive out
     the long ones."""
@@ -226,6 +236,8 @@ COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
     "chats, little memory": (chats, 14_000, (60, 11849, 12668, 12174)),
     "documents, little memory": (documents, 21_500, (30, 20560, 0, 20750)),
     "documents and forks": (documents_and_forks, 78_000, (10, 15743, 60720, 18048)),
+    "one grows long": (one_grows_long, 10**6, (5, 5600, 20, 10620)),
+    "one grows long, little memory": (one_grows_long, 20_000, (5, 5600, 20, 10620)),
     "long prompt, little memory": (long_prompt, 6_000, (21, 5160, 0, 5384)),
     "long prompts": (long_prompts, 10**6, (30, 10291, 13733, 16318)),
     "long prompts, little memory": (long_prompts, 11_000, (40, 14999, 2723, 10962)),
@@ -235,8 +247,8 @@ COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
     "thresholds, little memory": (thresholds, 4_000, (45, 5753, 22365, 4000)),
     "uneven": (uneven, 10**6, (25, 3642, 20200, 18592)),
     "uneven, little memory": (uneven, 2_600, (27, 3644, 6721, 2597)),
-    "a conversation": (turns, 10**6, (156, 2374, 9518, 6541)),
-    "a conversation, little memory": (turns, 3_000, (156, 2374, 25518, 2983)),
+    "a conversation": (turns, 10**6, (156, 2374, 6193, 2829)),
+    "a conversation, little memory": (turns, 3_000, (156, 2374, 6193, 2829)),
     "prompts": (prompts, 10**6, (51, 2564, 6968, 6004)),
     "prompts, little memory": (prompts, 6_000, (51, 2564, 6968, 5972)),
 }

@@ -295,12 +295,21 @@ class Planner(Generic[A]):
                 placement.cut = cut
 
     def _set_apart(self, batch: Sequence[Placement[A]]) -> None:
-        """Give the new contexts that would make all rows longer their own trunks."""
-        new = [(one.sequence.length - one.cut, one) for one in batch if one.needs_row]
+        """Give contexts that are new, or grow by much, their own trunks where they would make all
+        rows longer."""
+        step = self._worth.step
+        new = [
+            (one.sequence.length - one.cut, one)
+            for one in batch
+            if one.needs_row or (one.continued and one.sequence.length - one.start > step)
+        ]
         if new:
             columns = self._worth.columns(max([size for size, _ in new]))
             for one in self._trunks.too_long(columns, new):
                 if isinstance(one, Placement) and one.kept:
+                    if one.continued:
+                        one.row, one.continued = None, False
+                        self._plan_new(one, ())
                     one.cut = one.sequence.length
 
     def _needs(self, batch: Sequence[Placement[A]]) -> Needs:
