@@ -95,9 +95,7 @@ class _Program(Program):
         return super().adapter() if len(self.bound) < MOST_ADAPTERS else None
 
 
-def random_program(
-    engine: Driven, source: random.Random, seeds: bool = True, **options: Any
-) -> Program:
+def random_program(engine: Driven, source: random.Random, **options: Any) -> Program:
     """A program on contexts of several blocks, beside draws that may preempt others."""
     return _Program(
         engine=engine,
@@ -108,6 +106,5 @@ def random_program(
         most=12,
         share=0.5,
         may_lack_room=True,
-        seeds=seeds,
         **options,
     )

@@ -13,7 +13,6 @@ from genlm.conformance.histories import GrowthClauses, HistoryClauses
 from genlm.conformance.state import StateClauses
 from genlm.conformance.suite import OneModel
 from genlm.core import load_model_by_name
-from genlm.vllm.internals import forgets_seeds  # noqa: F401, in a condition
 from tests.real_rows import check_rows
 from tests.state_suite import StateSuite
 from tools.tiny import write_adapter
@@ -62,10 +61,6 @@ class TestVllmWithAdapters(OnBytes, ConformanceSuite):
         cls.adapters = {
             name: write_adapter(bytes_path, folder / name, seed) for seed, name in enumerate("ab")
         }
-
-    @pytest.mark.xfail("forgets_seeds()", reason="then seeded draws take turns", strict=True)
-    def test_row_during_a_draw(self, live):
-        super().test_row_during_a_draw(live)
 
 
 def test_the_rows_of_a_real_model(real_model):

@@ -12,9 +12,10 @@ import torch
 from attrs import evolve
 from vllm.v1.engine.exceptions import EngineDeadError as DeadEngine
 
+from genlm.conformance.agreement import expect_frequencies, single_tokens
 from genlm.conformance.declaration import failing_forward
 from genlm.core.errors import EngineDeadError, EngineError, UnsupportedError
-from genlm.core.types import Query, SampleRequest, SamplingParams, ScoreRequest
+from genlm.core.types import Query, SamplingParams, ScoreRequest
 from genlm.vllm import in_flight
 from genlm.vllm.internals import logits_processor_interfaces
 from genlm.vllm.scoring import worth_scoring
@@ -183,7 +184,9 @@ def test_an_engine_that_computes_nothing_is_given_up(engine, monkeypatch):
 # --- sampling -------------------------------------------------------------------------------------
 
 
-def test_seeded_draws_do_not_depend_on_the_batch(engine):
+def test_seeded_draws_do_not_depend_on_the_batch(engine, monkeypatch):
+    """On a GPU; vLLM's sampler for CPUs is right about short prompts too."""
+    monkeypatch.setattr(engine._core, "device_type", "cuda")
     queries = [Query(text(seed, 10)) for seed in range(4)]
     params = [SamplingParams(max_tokens=6, seed=seed) for seed in (3, 2**64 - 1, -1, 0)]
     together = engine.draw(queries, params)
@@ -191,44 +194,23 @@ def test_seeded_draws_do_not_depend_on_the_batch(engine):
     assert together != engine.draw(queries, [SamplingParams(max_tokens=6, seed=9)] * 4)
 
 
-@pytest.mark.parametrize(
-    ("length", "params"),
-    [
-        (10, SamplingParams(max_tokens=3, temperature=0.001)),
-        (10, SamplingParams(max_tokens=3, temperature=3.0)),
-        (100, SamplingParams(max_tokens=3, seed=1)),
-    ],
-    ids=["temperature too low", "temperature too high", "seeded and chunked on CPU"],
-)
-def test_what_vllm_would_draw_wrongly_is_left_to_the_core(engine, length, params):
-    assert engine.draw([Query(text(0, length))], [params]) == [None]
+@pytest.mark.parametrize("params", [{"temperature": 0.001}, {"temperature": 3.0}, {"seed": 1}])
+def test_what_vllm_would_draw_wrongly_on_a_cpu_is_left_to_the_core(engine, params):
+    asked = SamplingParams(max_tokens=3, **params)
+    assert engine.draw([Query(text(0, 10))], [asked]) == [None]
 
 
-def test_seeded_draws_wait_for_room_and_are_what_they_are_alone(engine):
-    """On a CPU vLLM fails on a seeded prompt that it computes in chunks of 64, or again after it
-    has preempted it: the cache holds three of these at once."""
-    queries = [Query(text(seed, 60)) for seed in range(4)]
-    params = [SamplingParams(max_tokens=190, seed=seed) for seed in range(4)]
-    others = [Query(text(seed, 200)) for seed in range(10, 13)]
-    drawn = engine.ask(*others, *map(SampleRequest, queries, params))[3:]
-    assert [len(ids) for ids in drawn] == [190] * 4
-    assert engine.draw(queries[3:], params[3:]) == drawn[3:]
-
-
-def test_rows_that_join_behind_a_seeded_draw_leave_its_prompt_whole(engine):
-    """vLLM computes what live sessions append before the prompts of new requests: 3 x 10 and 50
-    tokens would not fit a step of 64. All wait for a prompt that takes two steps."""
-    parents = [Query(text(seed, 20)) for seed in range(3)]
-    engine.ask(*parents)
-    long = Query(text(7, 100))
-    draw = SampleRequest(Query(text(9, 50)), SamplingParams(max_tokens=8, seed=1))
-    longer = [Query(parent.token_ids + text(8, 10)) for parent in parents]
-    assert engine.step(long, draw) == {}
-    answers = engine.step(*longer)
-    while len(answers) < 5:
-        answers |= engine.step()
-    engine.assert_cold_rows({query: answers[query] for query in (long, *longer)})
-    assert engine.draw([draw.query], [draw.params]) == [answers[draw]]
+@pytest.mark.parametrize("cut", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.5}])
+def test_draws_come_at_the_frequencies_of_the_row(engine, cut):
+    """The tokenizer has fewer tokens than the row: what it has not is never drawn."""
+    query, params = Query(text(0, 10)), SamplingParams(max_tokens=1, **cut)
+    (row,) = engine.ask(query)
+    mass = (row[: len(engine.tokenizer)].double() / params.temperature).softmax(0)
+    kept = mass.argsort(descending=True)[: params.top_k]
+    kept = kept[: int((mass[kept].cumsum(0) < (params.top_p or 1)).sum()) + 1]
+    left = torch.zeros_like(mass).index_copy(0, kept, mass[kept] / mass[kept].sum())
+    drawn = engine.draw([query] * 1000, [params] * 1000)
+    expect_frequencies(f"draws with {cut}", drawn, single_tokens(left))
 
 
 # --- scoring --------------------------------------------------------------------------------------
@@ -323,19 +305,16 @@ def test_processors_of_the_users_own_change_draws_and_no_rows(engine, load_brief
     assert changed.draw([query], [params]) == [[7, 7]]
 
 
-def test_a_step_that_computes_less_of_prompts_and_a_scheduler_of_the_users_own(load_briefly):
-    """vLLM chunks a prompt at ``long_prefill_token_threshold``, or where a step ends early; its own
-    scheduler makes no forks."""
-    engine = load_briefly(
-        long_prefill_token_threshold=40,
-        max_num_scheduled_tokens=50,
-        scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler",
-    )
+def test_a_scheduler_of_the_users_own_makes_no_forks(load_briefly):
+    engine = load_briefly(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     parent = text(0, 45)
     engine.ask(Query(parent))
     assert sum(engine.computes((*parent, 5), (*parent, 6))) == 1 + (46 - 32)
-    queries = [Query(text(1, length)) for length in (30, 31, 40, 41)]
-    params = [SamplingParams(max_tokens=2, seed=1)] * 4
-    *drawn, left = engine.draw(queries, params)
-    assert left is None
-    assert drawn == [engine.draw([each], params[:1])[0] for each in queries[:3]]
+
+
+@pytest.mark.parametrize("limit", ["long_prefill_token_threshold", "max_num_scheduled_tokens"])
+def test_steps_that_compute_little_of_a_prompt_are_not_taken_for_none(
+    load_briefly, monkeypatch, limit
+):
+    monkeypatch.setattr(in_flight, "PATIENCE", 2)
+    load_briefly(**{limit: 5}).computes(text(0, 100))

@@ -14,7 +14,7 @@ def test_random_programs(lora_engine, write_adapter, fuzz_seed, say):
 
     @contextmanager
     def program(source):
-        made = random_program(lora_engine, source, seeds=False, adapters=adapters)
+        made = random_program(lora_engine, source, adapters=adapters)
         try:
             yield made
         finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from genlm.kit.memory import lower
 from genlm.vllm.in_flight import InFlightRequest, RequestsInFlight
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.rows import Rows
-from genlm.vllm.sampling import draw_params, drawn_ids, may_join, row_params, vllm_draws
+from genlm.vllm.sampling import draw_params, drawn_ids, row_params, vllm_draws
 from genlm.vllm.scoring import scored, scores, worth_scoring
 from genlm.vllm.sessions import Session, Sessions
 
@@ -69,7 +68,8 @@ class VllmEngine:
         with lower("max_num_batched_tokens or max_num_seqs"), self._all_or_nothing():
             self._drop(dropped)
             answers = self._receive([*queries, *samples, *scores])
-            self._admit()
+            for request in self._next_turn():
+                self._launch(request)
             self._make_room()
             if len(self._in_flight):
                 over = self._in_flight.advance()
@@ -97,7 +97,7 @@ class VllmEngine:
         return True
 
     def _prepared(self, request: Request) -> InFlightRequest:
-        key, drawn, resumable = next(self._numbers), 1, False
+        drawn, resumable = 1, False
         match request:
             case SampleRequest(prompt, params):
                 drawn = params.max_tokens
@@ -106,20 +106,10 @@ class VllmEngine:
             case Query():
                 prompt, resumable = request, self.live and not request.cold
         tokens = self._core.footprint(prompt.length + drawn - 1)
-        return InFlightRequest(request, prompt, key, f"genlm-{key}", tokens, resumable)
-
-    def _admit(self) -> None:
-        """Hand to vLLM what may join the batch, in the order asked."""
-        turn, joined = self._next_turn(), 0
-        for request in turn:
-            if not may_join(request, self._in_flight, self._core, self._sessions):
-                break
-            self._launch(request)
-            joined += 1
-        self._waiting = sorted([*turn[joined:], *self._waiting], key=attrgetter("key"))
+        return InFlightRequest(request, prompt, f"genlm-{next(self._numbers)}", tokens, resumable)
 
     def _next_turn(self) -> list[InFlightRequest]:
-        """The waiting requests that may be in one batch with those in flight: all."""
+        """Take out the waiting requests that may be in one batch with those in flight: all."""
         turn, self._waiting = self._waiting, []
         return turn
 
@@ -129,7 +119,7 @@ class VllmEngine:
         session = self._sessions.take(prompt) if request.resumable else None
         if session is None:
             # A cold query has its own cache salt, so that vLLM finds no key/value state for it.
-            salt = f"cold-{request.key}" if prompt.cold else None
+            salt = f"cold-{request.request_id}" if prompt.cold else None
             self._in_flight.launch(request, self._params(request), salt)
         else:
             self._in_flight.extend(request, session)

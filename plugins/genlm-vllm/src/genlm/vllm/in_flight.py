@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from attrs import define, field
 
 from genlm.core.errors import EngineError
 from genlm.core.types import Query, Request, SampleRequest
-from genlm.vllm.internals import EngineCore, Output, TokenIds
+from genlm.vllm.internals import EngineCore, Output
 from genlm.vllm.sessions import Session
 
 # Steps without any computed token, beyond those that the prompts in flight explain, before the
@@ -26,13 +26,11 @@ class InFlightRequest:
         request: As the core admitted it.
         prompt: What vLLM computes: the context, and for a score also the continuation without its
             last token.
-        key: The number of the request.
         request_id: Its id in vLLM; its row is captured under it.
         tokens: The most tokens that it takes in the key/value cache, with those that it may still
             draw.
         resumable: Whether vLLM keeps it when it is finished, for more tokens.
         params: vLLM's sampling parameters.
-        new_tokens: Tokens that vLLM has to compute before it draws the first one.
         drawn: The tokens drawn so far.
         failure: Why vLLM ended it without drawing anything.
         prompt_logprobs: Those of its prompt's tokens from the second on, if it wants them and its
@@ -41,12 +39,10 @@ class InFlightRequest:
 
     request: Request
     prompt: Query
-    key: int
     request_id: str
     tokens: int
     resumable: bool = False
     params: Any = field(init=False, default=None)
-    new_tokens: int = field(init=False, default=0)
     drawn: list[int] = field(init=False, factory=list)
     failure: str | None = field(init=False, default=None)
     prompt_logprobs: torch.Tensor | None = field(init=False, default=None)
@@ -54,14 +50,6 @@ class InFlightRequest:
     @property
     def wants_row(self) -> bool:
         return not isinstance(self.request, SampleRequest)
-
-    @property
-    def is_seeded(self) -> bool:
-        """Whether vLLM gives it its own generator; the likeliest token needs none."""
-        if not isinstance(self.request, SampleRequest):
-            return False
-        params = self.request.params
-        return params.seed is not None and params.temperature > 0
 
     def take(self, output: Output) -> bool:
         """Note the result of a step. ``True`` when the request is finished."""
@@ -79,7 +67,7 @@ class RequestsInFlight:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._by_id: dict[str, InFlightRequest] = {}
-        self._idle_steps = self._seeded = 0
+        self._idle_steps = 0
         self.tokens = 0  # the most that all take in the key/value cache
 
     def __len__(self) -> int:
@@ -91,22 +79,6 @@ class RequestsInFlight:
         for each in self._by_id.values():
             return each.prompt.adapter is not None
         return None
-
-    @property
-    def any_seeded(self) -> bool:
-        return self._seeded > 0
-
-    @property
-    def awaits_seeded_prompt(self) -> bool:
-        """Whether the prompt of a seeded draw is not computed yet."""
-        return self.any_seeded and any(
-            each.is_seeded and not each.drawn for each in self._by_id.values()
-        )
-
-    @property
-    def next_tokens(self) -> int:
-        """The most tokens that the next step may have to compute for these."""
-        return sum(1 if each.drawn else each.new_tokens for each in self._by_id.values())
 
     def launch(
         self,
@@ -124,7 +96,7 @@ class RequestsInFlight:
             cache_salt: Only requests with the same salt share key/value state.
             pinned: Whether it will be held, but never extended.
         """
-        self._enter(request, request.prompt.token_ids, params)
+        self._enter(request, params)
         self._core.add(
             request.request_id,
             request.prompt.token_ids,
@@ -139,14 +111,13 @@ class RequestsInFlight:
         """Let vLLM go on with an idle session, whose context the request extends."""
         new = request.prompt.context.since(session.query.length)
         request.request_id = session.request_id
-        self._enter(request, new, session.params)
+        self._enter(request, session.params)
         self._core.extend(session.request_id, new, session.params, session.query.adapter)
 
-    def _enter(self, request: InFlightRequest, token_ids: TokenIds, params: Any) -> None:
-        request.new_tokens, request.params = len(token_ids), params
+    def _enter(self, request: InFlightRequest, params: Any) -> None:
+        request.params = params
         self._by_id[request.request_id] = request
         self.tokens += request.tokens
-        self._seeded += request.is_seeded
 
     def advance(self) -> list[InFlightRequest]:
         """One step of vLLM. Returns the requests that it finished."""
@@ -167,10 +138,9 @@ class RequestsInFlight:
             over += self.advance()
         return over
 
-    def drop(self, requests: Iterable[Request]) -> list[InFlightRequest]:
+    def drop(self, requests: Collection[Request]) -> list[InFlightRequest]:
         """Forget some; vLLM must be told to drop them. Requests not in flight are ignored."""
-        gone = set(requests)
-        dropped = [each for each in self._by_id.values() if each.request in gone]
+        dropped = [each for each in self._by_id.values() if each.request in requests]
         for each in dropped:
             self._remove(each)
         return dropped
@@ -179,13 +149,12 @@ class RequestsInFlight:
         """Forget all; the request ids that vLLM must drop."""
         dropped = list(self._by_id)
         self._by_id.clear()
-        self.tokens = self._idle_steps = self._seeded = 0
+        self.tokens = self._idle_steps = 0
         return dropped
 
     def _remove(self, request: InFlightRequest) -> None:
         del self._by_id[request.request_id]
         self.tokens -= request.tokens
-        self._seeded -= request.is_seeded
 
     def _watch(self, outputs: Sequence[Output]) -> None:
         """Avoid a hang: give up an engine that makes steps without computing anything.
@@ -193,7 +162,7 @@ class RequestsInFlight:
         A step without results may be one of many that compute a long prompt.
         """
         self._idle_steps = 0 if outputs or not self._by_id else self._idle_steps + 1
-        if self._idle_steps > PATIENCE + self.tokens // self._core.max_num_batched_tokens:
+        if self._idle_steps > PATIENCE + self.tokens // self._core.longest_chunk:
             raise EngineError(
                 f"vLLM made {self._idle_steps} steps without computing anything for "
                 f"{len(self._by_id)} requests; load with a larger kv_cache_memory_bytes or "

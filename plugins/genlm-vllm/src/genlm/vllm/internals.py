@@ -113,11 +113,10 @@ class EngineCore:
         self._llm, self._stream = llm, stream
         self._client = _require(llm, "llm_engine.engine_core")
         self._request_type = EngineCoreRequest
-        for method in CLIENT_METHODS:
-            _require(self._client, method)
         self._in_process = hasattr(self._client, "engine_core")
-        for part in IN_PROCESS_PARTS if self._in_process else PROCESS_PARTS:
-            _require(self._client, part)
+        parts = IN_PROCESS_PARTS if self._in_process else PROCESS_PARTS
+        for name in (*CLIENT_METHODS, *parts):
+            _require(self._client, name)
         for struct, names in (
             (EngineCoreRequest, REQUEST_FIELDS),
             (EngineCoreOutput, OUTPUT_FIELDS),
@@ -134,16 +133,15 @@ class EngineCore:
         self.max_num_seqs: int = _require(config, "scheduler_config.max_num_seqs")
         limits = _require(config, "scheduler_config")
         tokens = _require(limits, "max_num_batched_tokens")
-        # For a step; and for one prompt in it: a longer prompt is computed in chunks.
-        self.max_num_batched_tokens: int = min(tokens, limits.max_num_scheduled_tokens or tokens)
+        # A longer prompt is computed in several steps.
         self.longest_chunk: int = min(
-            self.max_num_batched_tokens, limits.long_prefill_token_threshold or tokens
+            tokens,
+            limits.max_num_scheduled_tokens or tokens,
+            limits.long_prefill_token_threshold or tokens,
         )
         self.prefix_caching: bool = bool(_require(config, "cache_config.enable_prefix_caching"))
         self.block_size: int = _require(config, "cache_config.block_size")
         self.device_type: str = _require(config, "device_config.device").type
-        # Whether a seed fixes a draw also if other requests in the step have none.
-        self.mixes_seeds = self.device_type != "cpu" or not forgets_seeds()
         lora = _require(config, "lora_config")
         most = (lora.max_cpu_loras or lora.max_loras) if lora else 0
         self.spare_slot = spare_slot
@@ -348,14 +346,6 @@ def _output(raw: Any) -> Output:
         # Other columns are those of likelier tokens.
         None if scores is None else scores.logprobs[:, 0],
     )
-
-
-def forgets_seeds() -> bool:
-    """Whether this vLLM's sampler for CPUs uses seeds only if all requests of a step have one: 0.28
-    does, 0.32 does not."""
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
-
-    return "compiled_random_sample" in TopKTopPSampler.forward_cpu.__code__.co_names
 
 
 def _require(owner: Any, path: str) -> Any:

@@ -6,9 +6,7 @@ from typing import Any
 
 from genlm.core.types import SampleRequest, SamplingParams
 from genlm.vllm.capture import ROW_KEY, WIDTH_KEY
-from genlm.vllm.in_flight import InFlightRequest, RequestsInFlight
 from genlm.vllm.internals import EngineCore
-from genlm.vllm.sessions import Sessions
 
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and treats the very lowest as 0
 HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher ones
@@ -63,39 +61,11 @@ def vllm_draws(request: SampleRequest, core: EngineCore) -> bool:
     seed.
 
     It does not at temperatures that it raises or refuses. And on a CPU it fails on a seeded prompt
-    that it must compute in chunks.
+    that it computes in chunks, also after it has preempted a draw; 0.28 ignores seeds there if a
+    request without one is in the same step.
     """
     params = request.params
-    if params.temperature and not LOWEST_TEMPERATURE <= params.temperature <= HIGHEST_TEMPERATURE:
+    if params.seed is not None and core.device_type == "cpu":
         return False
-    chunked = request.query.length > core.longest_chunk
-    return not (chunked and params.seed is not None and core.device_type == "cpu")
-
-
-def may_join(
-    request: InFlightRequest, others: RequestsInFlight, core: EngineCore, sessions: Sessions
-) -> bool:
-    """Whether a request may join those in flight now.
-
-    Always, except for seeds on a CPU: there vLLM fails on a seeded prompt that it computes in
-    chunks, also after it has preempted a draw. So nothing joins a seeded draw that might exhaust
-    the cache. And until its prompt is computed, the next step must have room for it and for
-    everything else, because vLLM computes the new tokens of live sessions before new prompts. If
-    vLLM ignores seeds in a step with requests without one, requests with and without a seed take
-    turns.
-    """
-    if core.device_type != "cpu" or not len(others):
-        return True
-    if not (request.is_seeded or others.any_seeded):
-        return True
-    if not core.mixes_seeds and request.is_seeded != others.any_seeded:
-        return False
-    if others.tokens + request.tokens + sessions.pinned_tokens > core.kv_capacity:
-        return False
-    if not (request.is_seeded or others.awaits_seeded_prompt):
-        return True
-    new = request.prompt.length
-    if request.resumable and (session := sessions.find(request.prompt)):
-        new -= session.query.length
-    whole = others.next_tokens + new <= core.max_num_batched_tokens
-    return whole and len(others) + len(sessions) < core.max_num_seqs
+    within = LOWEST_TEMPERATURE <= params.temperature <= HIGHEST_TEMPERATURE
+    return within or params.temperature == 0

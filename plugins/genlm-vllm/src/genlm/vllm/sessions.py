@@ -73,9 +73,9 @@ class Sessions:
         """Tokens of the key/value cache that pinned sessions hold."""
         return sum(session.tokens for session in self._pinned.values())
 
-    def find(self, query: Query) -> Session | None:
-        """The idle session with the longest context that ``query`` extends; ``None`` if none is
-        within reach."""
+    def take(self, query: Query) -> Session | None:
+        """Take out the idle session with the longest context that ``query`` extends; ``None`` if
+        none is within reach."""
         context, length = query.context, query.length
         for new in range(1, min(self._reach, length - 1) + 1):
             if length - new not in self._lengths:
@@ -84,13 +84,8 @@ class Sessions:
             known = context.parent_hash if is_parent else context.first(-new).hash_value
             session = self._idle.get((query.adapter, known))
             if session is not None and context.starts_with(session.query.context):
-                return session
+                return self._remove(session)
         return None
-
-    def take(self, query: Query) -> Session | None:
-        """Take out what :meth:`find` finds."""
-        session = self.find(query)
-        return self._remove(session) if session else None
 
     def park(self, session: Session) -> list[Session]:
         """Keep ``session`` as the most recently used. Returns those to release: an equal one that
