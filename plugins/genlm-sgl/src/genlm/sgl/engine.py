@@ -28,7 +28,7 @@ class SglEngine:
         self.model = scheduler.model
         self.eos_token_ids: list[int] = []
         self.vocab_size = scheduler.vocab_size
-        self.max_context: int | None = scheduler.longest_prompt
+        self.max_context = scheduler.longest_prompt
         self.device = str(next(self.model.parameters()).device)
         self._in_flight: dict[str, Request] = {}
         self._pinned: dict[Query, Any] = {}
@@ -48,10 +48,7 @@ class SglEngine:
             self._drop(dropped)
             answers = self._receive(queries, samples)
             if self._in_flight:
-                answers += [
-                    Answer(request, end if isinstance(end, Exception) else _result(request, end))
-                    for request, end in self._advance()
-                ]
+                answers += self._advance()
             if not self._in_flight:
                 self._settle()
             return answers
@@ -94,20 +91,20 @@ class SglEngine:
         query = request if isinstance(request, Query) else request.query
         # Nothing was ever cached in a cold query's own namespace.
         namespace = f"cold-{key}" if query.cold else None
-        adapter = None if query.adapter is None else adapter_id(query.adapter)
+        adapter = adapter_id(query.adapter) if query.adapter else None
         self.scheduler.submit(key, query.token_ids, adapter=adapter, namespace=namespace, draw=draw)
 
-    def _advance(self) -> list[tuple[Request, Finished | EngineError]]:
-        """One step: the results of the requests that it finished."""
+    def _advance(self) -> list[Answer]:
+        """One step: the answers to the requests that it finished."""
         finished = self.scheduler.step()
         # Nothing runs and nothing can start, so the first in the queue will never start.
         if finished is None:
             key, needed = self.scheduler.refuse_next()
-            return [(self._in_flight.pop(key), self._does_not_fit(needed))]
+            return [Answer(self._in_flight.pop(key), self._does_not_fit(needed))]
         return [
-            (self._in_flight.pop(each.key), _unless_aborted(each))
+            Answer(request, _result(request, each))
             for each in finished
-            if each.key in self._in_flight  # else it has been dropped
+            if (request := self._in_flight.pop(each.key, None))  # else it has been dropped
         ]
 
     def _does_not_fit(self, needed: int) -> EngineError:
@@ -124,12 +121,9 @@ class SglEngine:
     def genlm_cache_prefix(self, query: Query) -> bool:
         if query not in self._pinned:
             self.evaluate_alone(query)
-            self._pin(query)
+            adapter = adapter_id(query.adapter) if query.adapter else None
+            self._pinned[query] = self.scheduler.lock(query.token_ids, adapter)
         return True
-
-    def _pin(self, query: Query) -> None:
-        adapter = None if query.adapter is None else adapter_id(query.adapter)
-        self._pinned[query] = self.scheduler.lock(query.token_ids, adapter)
 
     @hookimpl
     def genlm_clear_kv_cache(self) -> None:
@@ -171,15 +165,9 @@ class SglEngine:
 
 
 def _result(request: Request, finished: Finished) -> Any:
+    if finished.failure is not None:
+        return EngineError(f"SGLang aborted the request: {finished.failure}")
     return finished.drawn if isinstance(request, SampleRequest) else finished.row
-
-
-def _unless_aborted(finished: Finished) -> Finished | EngineError:
-    return (
-        finished
-        if finished.failure is None
-        else EngineError(f"SGLang aborted the request: {finished.failure}")
-    )
 
 
 def adapter_id(adapter: Adapter) -> str:

@@ -93,17 +93,11 @@ def _amendments(arguments: Mapping[str, Any], settings: Any) -> dict[str, str]:
 
 def _honour(engine: SglEngine, settings: Any) -> None:
     """Let SGLang compute what the settings say, or end contexts where it would not."""
-    limits = [
-        limit
-        for limit in engine.scheduler.repair(settings)
-        if limit.length < (engine.max_context or limit.length)
-    ]
-    if limits:
-        shortest = min(limits, key=lambda limit: limit.length)
-        engine.max_context = shortest.length
-        log.warning(
-            "context.limited", to=shortest.length, why=f"SGLang has no {shortest.why} beyond it"
-        )
+    limits = engine.scheduler.repair(settings)
+    length, why = min(limits, default=(engine.max_context, ""))
+    if length < engine.max_context:
+        engine.max_context = length
+        log.warning("context.limited", to=length, why=f"SGLang has no {why} beyond it")
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from attrs import frozen
 
 from genlm.core.errors import EngineError
 from genlm.kit.settings import Rotary, is_read, layer_type, rope_limits, rotaries, windows
@@ -37,21 +36,11 @@ LEFT_OUT: dict[str, tuple[object, ...]] = {
     "scale_attn_weights": (True,),
 }
 
+#: The longest context that is right, and what SGLang does not compute beyond it.
+Limit = tuple[int, str]
+
 #: How far cosines and sines may be off: more in half precision, and at later positions.
 CLOSE, CLOSE_IN_HALF, CLOSE_BY_POSITION = 1e-3, 2e-2, 1e-6
-
-
-@frozen
-class Limit:
-    """From which length on rows would be wrong.
-
-    Attributes:
-        length: The longest context that is right.
-        why: What SGLang does not compute beyond it.
-    """
-
-    length: int
-    why: str
 
 
 def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
@@ -190,23 +179,22 @@ def _cap_attention(attentions: list[Any], settings: Any, ours: bool) -> None:
 def _window(attentions: list[Any], settings: Any, ours: bool) -> Iterator[Limit]:
     wanted = windows(settings, settings.num_hidden_layers)
     for attention in attentions:
-        # SGLang does not count a token's own position.
-        had = attention.sliding_window_size
-        window = wanted[attention.layer_id]
-        if had != (-1 if window is None else window - 1):
-            if ours:
-                attention.sliding_window_size = -1 if window is None else window - 1
-            else:
-                yield Limit(min(window or had + 1, *([had + 1] * (had > -1))), "sliding_window")
+        window = wanted[attention.layer_id] or 0
+        # SGLang does not count a token's own position, and writes -1 for no window.
+        had = attention.sliding_window_size + 1
+        if ours:
+            attention.sliding_window_size = window - 1
+        elif had != window:
+            yield min(size for size in (had, window) if size), "sliding_window"
 
 
 def _rotate(model: Any, settings: Any, ours: bool) -> Iterator[Limit]:
     """Replace rotary embeddings that differ from transformers'."""
     parameters = getattr(settings, "rope_parameters", None) or {}
     if parameters.get("llama_4_scaling_beta"):  # queries are scaled beyond it
-        yield Limit(parameters["original_max_position_embeddings"], "llama_4_scaling_beta")
+        yield parameters["original_max_position_embeddings"], "llama_4_scaling_beta"
     ends = rope_limits(settings)
-    yield from (Limit(length, f"rope_type={kind!r}") for kind, length in ends.items())
+    yield from ((length, f"rope_type={kind!r}") for kind, length in ends.items())
     if not (wanted := rotaries(settings)):
         return
     for name, module in model.named_modules():
