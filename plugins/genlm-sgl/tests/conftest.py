@@ -1,18 +1,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from genlm.core import Query
-from genlm.core.types import Request, SampleRequest
 from tests.adapter_kinds import Kind
 from tests.adapter_kinds import make_adapter as make_kind
 from tests.adapter_outcomes import reference_rows
+from tests.driven import Driven
 from tests.fixtures import *  # noqa: F403
 from tools.tiny import write_tokenizer
 
@@ -88,28 +87,9 @@ def reference(tiny: str) -> Callable[..., torch.Tensor]:
     return lambda contexts, adapter=None: torch.stack(reference_rows(tiny, adapter, contexts))
 
 
-class Hooks:
-    """Drives an engine through its hooks, as the core does."""
-
-    def __init__(self, engine) -> None:
-        self.engine = engine
-
-    def step(self, *newcomers: Request, dropped: Sequence[Request] = ()) -> dict[Request, Any]:
-        """One step: what was answered."""
-        queries = [request for request in newcomers if isinstance(request, Query)]
-        samples = [request for request in newcomers if isinstance(request, SampleRequest)]
-        answers = self.engine.genlm_step(queries, samples, list(dropped))
-        return {answer.request: answer.result for answer in answers}
-
-    def outcomes(self, requests: Sequence[Request]) -> list[Any]:
-        """What the engine says of each request, admitted together."""
-        said = self.step(*requests)
-        while len(said) < len(set(requests)):
-            said |= self.step()
-        return [said[request] for request in requests]
-
+class Hooks(Driven):
     def rows(self, contexts: Iterable[Iterable[int]], **query) -> torch.Tensor:
-        return torch.stack(self.outcomes([Query(tuple(context), **query) for context in contexts]))
+        return torch.stack(self.ask(*(Query(tuple(context), **query) for context in contexts)))
 
     def tokens(self, contexts: Iterable[Iterable[int]], **query) -> int:
         """How many tokens the engine runs through the model to answer."""
@@ -128,7 +108,7 @@ def load_tiny(tiny: str) -> Iterator[Callable[..., Hooks]]:
 
     def close() -> None:
         for hooks in loaded:
-            hooks.engine.genlm_close()
+            hooks.genlm_close()
         loaded.clear()
 
     def make(**engine_opts) -> Hooks:

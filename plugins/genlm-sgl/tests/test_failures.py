@@ -22,21 +22,21 @@ def hooks(load_tiny):
 
 @pytest.fixture(autouse=True)
 def cold(hooks):
-    hooks.engine.genlm_clear_kv_cache()
+    hooks.genlm_clear_kv_cache()
 
 
 def test_too_long_a_prompt_fails_alone(hooks, contexts, reference):
     """SGLang runs something else in its place: that row must not be taken for an answer."""
-    (long,) = contexts(1, hooks.engine.max_context + 1, hooks.engine.max_context + 1)
+    (long,) = contexts(1, hooks.max_context + 1, hooks.max_context + 1)
     (short,) = contexts(1, 10, 10)
-    refused, row = hooks.outcomes([Query(long), Query(short)])
+    refused, row = hooks.ask(Query(long), Query(short))
     with pytest.raises(EngineError, match=rf"{len(long)} tokens"):
         raise refused
     torch.testing.assert_close(row, reference([short])[0], atol=1e-4, rtol=0)
 
 
 def test_the_longest_prompt_is_answered(hooks, contexts, reference):
-    asked = contexts(1, hooks.engine.max_context, hooks.engine.max_context)
+    asked = contexts(1, hooks.max_context, hooks.max_context)
     torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)
 
 
@@ -58,19 +58,19 @@ def test_failing_steps_leave_the_pool_whole(hooks, contexts):
 
 def test_a_prefix_is_pinned_again_after_a_failing_step(hooks, contexts):
     (prefix,) = contexts(1, 100, 100)
-    hooks.engine.genlm_cache_prefix(Query(prefix))
+    hooks.genlm_cache_prefix(Query(prefix))
     with pytest.raises(IndexError):
         hooks.step(Query((UNKNOWN_TOKEN,)))
-    hooks.engine.genlm_cache_prefix(Query(prefix))  # the core asks for it
+    hooks.genlm_cache_prefix(Query(prefix))  # the core asks for it
     hooks.rows(contexts(20, 80, 100, seed=1))
     assert hooks.tokens([(*prefix, 1)]) == 1
 
 
 def test_a_full_pool_refuses_what_does_not_fit_and_only_that(hooks, contexts, reference):
     (prefix,) = contexts(1, 400, 400)
-    hooks.engine.genlm_cache_prefix(Query(prefix))
+    hooks.genlm_cache_prefix(Query(prefix))
     (long,), (short,) = contexts(1, 300, 300, seed=1), contexts(1, 50, 50, seed=2)
-    refused, row = hooks.outcomes([Query(long), Query(short)])
+    refused, row = hooks.ask(Query(long), Query(short))
     with pytest.raises(
         EngineError,
         match=r"300 in all, do not .* pool of 600 tokens, .* hold 400; call clear_kv_cache",
@@ -78,9 +78,9 @@ def test_a_full_pool_refuses_what_does_not_fit_and_only_that(hooks, contexts, re
         raise refused
     torch.testing.assert_close(row, reference([short])[0], atol=1e-4, rtol=0)
     with pytest.raises(EngineError, match=r"300 in all, do not"):
-        hooks.engine.genlm_cache_prefix(Query(long))
-    assert hooks.engine.scheduler.locked_tokens == 400
-    hooks.engine.genlm_clear_kv_cache()
+        hooks.genlm_cache_prefix(Query(long))
+    assert hooks.scheduler.locked_tokens == 400
+    hooks.genlm_clear_kv_cache()
     torch.testing.assert_close(hooks.rows([long]), reference([long]), atol=1e-4, rtol=0)
 
 
@@ -89,7 +89,7 @@ def test_a_scheduler_that_drops_nothing_is_declared_dead(hooks, monkeypatch):
         return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(hooks.engine.scheduler._scheduler, "flush_cache", refuse)
+        patch.setattr(hooks.scheduler._scheduler, "flush_cache", refuse)
         with pytest.raises(EngineDeadError, match=r"cannot drop its requests .* reload the model"):
             hooks.step(Query((UNKNOWN_TOKEN,)))
 

@@ -59,11 +59,11 @@ def adapters(hooks, folders):
         for version, (name, path) in enumerate(folders.items(), start=1)
     ]
     for adapter in made:
-        assert hooks.engine.genlm_add_lora(adapter, hooks.engine.genlm_read_lora(adapter)) is True
+        assert hooks.genlm_add_lora(adapter, hooks.genlm_read_lora(adapter)) is True
     yield made
     for adapter in made:
-        hooks.engine.genlm_remove_lora(adapter)
-    hooks.engine.genlm_clear_kv_cache()
+        hooks.genlm_remove_lora(adapter)
+    hooks.genlm_clear_kv_cache()
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +80,12 @@ def test_one_batch_of_several_adapters(hooks, expected, adapters, contexts):
     ]
     wanted = [expected[adapter and adapter.path][i] for i, adapter in enumerate(chosen)]
     torch.testing.assert_close(
-        torch.stack(hooks.outcomes(asked)), torch.stack(wanted), atol=1e-4, rtol=0
+        torch.stack(hooks.ask(*asked)), torch.stack(wanted), atol=1e-4, rtol=0
     )
 
 
 def test_each_adapter_has_a_cache_of_its_own(hooks, adapters, contexts):
-    hooks.engine.genlm_clear_kv_cache()
+    hooks.genlm_clear_kv_cache()
     (context,) = contexts(1, 20, 20)
     for adapter in [*adapters, None]:
         assert hooks.tokens([context], adapter=adapter) == 20
@@ -97,21 +97,21 @@ def test_an_adapter_that_cannot_be_loaded_leaves_nothing(hooks, expected, contex
     bad, good = Adapter("bad", wide, 8), Adapter("good", folders["attention"], 8)
     message = r"rank 128 is incompatible .* rank 64 or less \(engine option max_lora_rank\)"
     with pytest.raises((EngineError, InvalidAdapterError), match=f"(?s){wide}.*{message}"):
-        hooks.engine.genlm_add_lora(bad, hooks.engine.genlm_read_lora(bad))
-    hooks.engine.genlm_add_lora(good, hooks.engine.genlm_read_lora(good))
+        hooks.genlm_add_lora(bad, hooks.genlm_read_lora(bad))
+    hooks.genlm_add_lora(good, hooks.genlm_read_lora(good))
     rows = hooks.rows(contexts(6, 10, 30), adapter=good)
     torch.testing.assert_close(rows, expected[good.path], atol=1e-4, rtol=0)
-    hooks.engine.genlm_remove_lora(good)
+    hooks.genlm_remove_lora(good)
 
 
 def test_removing_an_adapter_unpins_its_prefixes(hooks, folders, contexts):
     adapter = Adapter("brief", folders["attention"], version=20)
-    hooks.engine.genlm_add_lora(adapter, hooks.engine.genlm_read_lora(adapter))
-    hooks.engine.genlm_cache_prefix(Query(contexts(1, 20, 20)[0], adapter))
-    hooks.engine.genlm_cache_prefix(Query(contexts(1, 30, 30)[0]))
-    assert hooks.engine.scheduler.locked_tokens == 50
-    hooks.engine.genlm_remove_lora(adapter)
-    assert hooks.engine.scheduler.locked_tokens == 30
+    hooks.genlm_add_lora(adapter, hooks.genlm_read_lora(adapter))
+    hooks.genlm_cache_prefix(Query(contexts(1, 20, 20)[0], adapter))
+    hooks.genlm_cache_prefix(Query(contexts(1, 30, 30)[0]))
+    assert hooks.scheduler.locked_tokens == 50
+    hooks.genlm_remove_lora(adapter)
+    assert hooks.scheduler.locked_tokens == 30
 
 
 @pytest.mark.xfail(
@@ -125,11 +125,11 @@ def test_sglang_itself_applies_it(hooks, upstream, name):
     """Not ours, and expected to fail: when one passes, what we do for it can go."""
     path, right, base = upstream[name]
     adapter = Adapter(name, path, version=100 + list(UPSTREAM).index(name))
-    scheduler = hooks.engine.scheduler
+    scheduler = hooks.scheduler
     scheduler.load_adapter(f"adapter-{adapter.version}", path, named=path)
     try:
-        rows = hooks.outcomes([Query(IDS, adapter), Query(IDS)])
+        rows = hooks.ask(Query(IDS, adapter), Query(IDS))
         torch.testing.assert_close(torch.stack(rows), torch.stack([right, base]), atol=1e-4, rtol=0)
     finally:
         scheduler.unload_adapter(f"adapter-{adapter.version}")
-        hooks.engine.genlm_clear_kv_cache()
+        hooks.genlm_clear_kv_cache()

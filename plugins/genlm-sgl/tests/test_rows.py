@@ -14,12 +14,12 @@ def hooks(load_tiny):
 
 @pytest.fixture(autouse=True)
 def cold(hooks):
-    hooks.engine.genlm_clear_kv_cache()
+    hooks.genlm_clear_kv_cache()
 
 
 def test_more_than_the_pool_holds(hooks, contexts, reference):
     asked = contexts(100, 80, 119)
-    assert sum(map(len, asked)) > 2 * hooks.engine.scheduler.pool_tokens
+    assert sum(map(len, asked)) > 2 * hooks.scheduler.pool_tokens
     for _ in range(2):
         torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)
 
@@ -30,7 +30,7 @@ def test_a_longer_context_costs_its_new_tokens(hooks, contexts):
     assert hooks.tokens([(*context, 7)]) == 1
     assert hooks.tokens([(*context, 7, 8, 9)]) == 2
     assert hooks.tokens([(*context, 7, 8, 9)]) == 1  # the last token is run again, for its row
-    hooks.engine.genlm_clear_kv_cache()
+    hooks.genlm_clear_kv_cache()
     assert hooks.tokens([context]) == 40
 
 
@@ -48,13 +48,13 @@ def test_a_cold_query_reads_nothing_kept(hooks, contexts):
 
 def test_a_pinned_prefix_outlives_pressure(hooks, contexts):
     (prefix,) = contexts(1, 100, 100)
-    assert hooks.engine.genlm_cache_prefix(Query(prefix)) is True
-    assert hooks.engine.genlm_cache_prefix(Query(prefix)) is True
+    assert hooks.genlm_cache_prefix(Query(prefix)) is True
+    assert hooks.genlm_cache_prefix(Query(prefix)) is True
     hooks.rows(contexts(100, 80, 119, seed=1))
     assert hooks.tokens([(*prefix, 1)]) == 1
-    hooks.engine.genlm_clear_kv_cache()
+    hooks.genlm_clear_kv_cache()
     assert hooks.tokens([(*prefix, 1)]) == 101
-    hooks.engine.genlm_cache_prefix(Query(prefix))  # it is pinned no more, and can be again
+    hooks.genlm_cache_prefix(Query(prefix))  # it is pinned no more, and can be again
     hooks.rows(contexts(100, 80, 119, seed=1))
     assert hooks.tokens([(*prefix, 1)]) == 1
 
@@ -80,14 +80,14 @@ def test_rows_are_read_before_anything_can_change_them(hooks, contexts, referenc
 
 def test_a_draw_that_could_be_padding_is_left_to_the_core(hooks):
     request = SampleRequest(Query((1, 2, 3)), SamplingParams(max_tokens=2))
-    assert hooks.outcomes([request]) == [None]
+    assert hooks.ask(request) == [None]
 
 
 def test_sglang_computes_on_its_stream_which_waits_for_ours_and_ours_for_it(
     hooks, contexts, monkeypatch
 ):
     """On a CPU PyTorch's streams do nothing, but they are there."""
-    ours, seen, forward = torch.cpu.current_stream(), [], hooks.engine.model.forward
+    ours, seen, forward = torch.cpu.current_stream(), [], hooks.model.forward
 
     def noted(*arguments, **options):
         seen.append(torch.cpu.current_stream())
@@ -96,7 +96,7 @@ def test_sglang_computes_on_its_stream_which_waits_for_ours_and_ours_for_it(
     monkeypatch.setattr(
         torch.cpu.Stream, "wait_stream", lambda stream, other: seen.append((stream, other))
     )
-    monkeypatch.setattr(hooks.engine.model, "forward", noted)
+    monkeypatch.setattr(hooks.model, "forward", noted)
     hooks.rows(contexts(1, 5, 5))
     before, its, after = seen[:3]
     assert its is not ours
@@ -104,5 +104,5 @@ def test_sglang_computes_on_its_stream_which_waits_for_ours_and_ours_for_it(
     assert after == (ours, its)
     assert torch.cpu.current_stream() is ours
     seen.clear()
-    hooks.engine.genlm_clear_kv_cache()
+    hooks.genlm_clear_kv_cache()
     assert seen == [(its, ours), (ours, its)]

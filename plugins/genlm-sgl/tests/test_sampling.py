@@ -30,16 +30,16 @@ def hooks(tiny_without_padding, folders):
     with without_pinned_memory():
         hooks = Hooks(load(tiny_without_padding, {"engine_opts": options}))
         yield hooks
-        hooks.engine.genlm_close()
+        hooks.genlm_close()
 
 
 def ask(hooks, context, adapter=None):
-    (row,) = hooks.outcomes([Query(tuple(context), adapter)])
+    (row,) = hooks.ask(Query(tuple(context), adapter))
     return row
 
 
 def draw_each(hooks, queries, params):
-    drawn = hooks.outcomes([*map(SampleRequest, queries, params)])
+    drawn = hooks.ask(*map(SampleRequest, queries, params))
     for each in drawn:
         if isinstance(each, Exception):
             raise each
@@ -59,7 +59,7 @@ def assert_most_likely(hooks, query, drawn):
 def test_draws_of_several_adapters_in_one_batch(hooks, contexts, folders):
     adapters = [Adapter(path, path, version) for version, path in enumerate(folders, start=1)]
     for adapter in adapters:
-        hooks.engine.genlm_add_lora(adapter, hooks.engine.genlm_read_lora(adapter))
+        hooks.genlm_add_lora(adapter, hooks.genlm_read_lora(adapter))
     (context,) = contexts(1, 20, 20)
     queries = [Query(context, adapter) for adapter in (None, *adapters)]
     drawn = draw_each(hooks, queries, [SamplingParams(max_tokens=8, temperature=0.0)] * 3)
@@ -67,7 +67,7 @@ def test_draws_of_several_adapters_in_one_batch(hooks, contexts, folders):
     for query, ids in zip(queries, drawn, strict=True):
         assert_most_likely(hooks, query, ids)
     for adapter in adapters:
-        hooks.engine.genlm_remove_lora(adapter)
+        hooks.genlm_remove_lora(adapter)
 
 
 def test_draws_of_several_kinds_in_one_batch(hooks, contexts):
@@ -135,7 +135,7 @@ def test_more_draws_than_the_pool_holds(hooks, contexts):
 
 def test_a_draw_that_cannot_fit_says_so(hooks, contexts, monkeypatch):
     (pinned,), (context,) = contexts(1, 400, 400), contexts(1, 100, 100, seed=1)
-    hooks.engine.genlm_cache_prefix(Query(pinned))
+    hooks.genlm_cache_prefix(Query(pinned))
     with pytest.raises(
         EngineError,
         match=r"250 in all, do not fit .* pool of 600 tokens, .* hold 400; call clear_kv_cache",
@@ -150,13 +150,13 @@ def test_a_draw_that_cannot_fit_says_so(hooks, contexts, monkeypatch):
         ):
             draw(hooks, [context], max_tokens=150)
     assert [len(ids) for ids in draw(hooks, [context], max_tokens=90)] == [90]
-    hooks.engine.genlm_clear_kv_cache()
+    hooks.genlm_clear_kv_cache()
 
 
 def test_a_draw_that_fails_leaves_nothing_in_flight(hooks, contexts, monkeypatch):
     asked = contexts(4, 10, 20)
     before = [ask(hooks, context) for context in asked]
-    forward, steps = hooks.engine.model.forward, itertools.count()
+    forward, steps = hooks.model.forward, itertools.count()
 
     def fail_in_the_middle(*args, **kwargs):
         if next(steps) == 2:
@@ -164,7 +164,7 @@ def test_a_draw_that_fails_leaves_nothing_in_flight(hooks, contexts, monkeypatch
         return forward(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hooks.engine.model, "forward", fail_in_the_middle)
+        patch.setattr(hooks.model, "forward", fail_in_the_middle)
         with pytest.raises(RuntimeError, match="out of order"):
             draw(hooks, asked, max_tokens=5)
     for row, context in zip(before, asked, strict=True):
@@ -186,15 +186,13 @@ def test_rows_and_draws_share_steps_and_the_rows_are_right(hooks, contexts):
     """The sampler overwrites the logits of a batch with draws in it: not the rows."""
     asked = contexts(8, 10, 40)
     alone = [ask(hooks, context) for context in asked]
-    hooks.engine.genlm_clear_kv_cache()
+    hooks.genlm_clear_kv_cache()
     draws = [request(context, max_tokens=6, temperature=0.5) for context in asked]
-    rows = hooks.outcomes(
-        [each for pair in zip(map(Query, asked), draws, strict=True) for each in pair]
-    )
-    for row, expected in zip(rows[::2], alone, strict=True):
+    answers = hooks.ask(*map(Query, asked), *draws)
+    for row, expected in zip(answers[:8], alone, strict=True):
         torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
         row += 1.0  # a caller's own
-    assert {len(ids) for ids in rows[1::2]} == {6}
+    assert {len(ids) for ids in answers[8:]} == {6}
 
 
 def test_nobody_waits_for_a_long_draw(hooks, contexts):
@@ -213,13 +211,13 @@ def test_nobody_waits_for_a_long_draw(hooks, contexts):
 
 
 def test_a_dropped_draw_ends_and_its_room_is_free(hooks, contexts):
-    hooks.engine.genlm_clear_kv_cache()
+    hooks.genlm_clear_kv_cache()
     running, waiting, short = contexts(3, 200, 200)
     draws = [request(running, max_tokens=250), request(waiting, max_tokens=250)]
     hooks.step(*draws)  # the pool of 600 tokens holds one of them to its end
     assert hooks.step(dropped=draws) == {}
-    hooks.engine.genlm_clear_kv_cache()  # refused if SGLang still had one
+    hooks.genlm_clear_kv_cache()  # refused if SGLang still had one
     assert hooks.tokens([short]) == 200
     kept = request(short, max_tokens=3)
-    (drawn,) = hooks.outcomes([kept])
+    (drawn,) = hooks.ask(kept)
     assert len(drawn) == 3

@@ -25,11 +25,11 @@ def hooks(tiny_without_padding):
 @pytest.mark.parametrize("length", [20, 50])
 def test_a_draw_goes_on_while_newcomers_come_with_every_step(hooks, contexts, length):
     """By itself, SGLang computes prompts for as long as some come, or one is half computed."""
-    hooks.engine.genlm_clear_kv_cache()
+    hooks.genlm_clear_kv_cache()
     drawn, *newcomers = contexts(17, length, length)
     draw = SampleRequest(Query(drawn), SamplingParams(max_tokens=5, temperature=0.0))
-    (alone,) = hooks.outcomes([draw])
-    hooks.engine.genlm_clear_kv_cache()
+    (alone,) = hooks.ask(draw)
+    hooks.genlm_clear_kv_cache()
     hooks.step(draw)
     asked: list[Request] = []
     answered: dict[Request, Any] = {}

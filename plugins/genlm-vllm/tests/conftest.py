@@ -10,7 +10,7 @@ from tests.fixtures import *  # noqa: F403
 from tools.tiny import write_adapter as save_adapter
 from tools.tiny import write_tokenizer
 
-from .driven import MOST_ADAPTERS, SMALL, VOCABULARY, Driven
+from .driven import MOST_ADAPTERS, SMALL, VOCABULARY, DrivenVllm
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -91,7 +91,7 @@ def _engines(small_path):
 
     def open_engine(path=small_path, live_sessions=True, **engine_opts):
         options = {"engine_opts": SMALL | engine_opts, "live_sessions": live_sessions}
-        opened.append(Driven(load(path, options)))
+        opened.append(DrivenVllm(load(path, options)))
         return opened[-1]
 
     yield open_engine

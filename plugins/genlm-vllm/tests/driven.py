@@ -1,4 +1,4 @@
-"""An engine that a test drives through its one step, as the core does."""
+"""A vLLM that a test drives, small models and random programs for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from genlm.conformance import Program
-from genlm.core.types import Query, Request, SampleRequest, SamplingParams, ScoreRequest
+from genlm.core.types import Query, SampleRequest, SamplingParams, ScoreRequest
+from tests.driven import Driven
 
 # Small enough that prompts are computed in chunks, sessions give way to each other (the cache of
 # the small model holds 864 tokens), and the length limit is near.
@@ -32,30 +33,7 @@ def text(seed: int, length: int) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(100, VOCABULARY), k=length))
 
 
-class Driven:
-    """An engine, and ways to drive it through its one step, as the core does."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def step(self, *newcomers: Request, dropped: Sequence[Request] = ()) -> dict[Request, Any]:
-        """One step: what was answered."""
-        kinds: dict[type, list[Any]] = {Query: [], SampleRequest: [], ScoreRequest: []}
-        for request in newcomers:
-            kinds[type(request)].append(request)
-        answers = self._engine.genlm_step(*kinds.values(), list(dropped))
-        return {answer.request: answer.result for answer in answers}
-
-    def ask(self, *requests: Request) -> list[Any]:
-        """What the engine says of each request, admitted together."""
-        answers = self.step(*requests)
-        while len(answers) < len(set(requests)):
-            answers |= self.step()
-        return [answers[request] for request in requests]
-
+class DrivenVllm(Driven):
     @contextmanager
     def computed_tokens(self) -> Iterator[list[int]]:
         """How many tokens each forward pass computes, seen from the model itself."""

@@ -39,7 +39,7 @@ def test_newcomers_of_the_other_kind_wait_their_turn_and_are_answered(
     lora_engine, add, monkeypatch
 ):
     """Where the two kinds do not share a batch, a stream of one must not starve the other."""
-    monkeypatch.setattr(lora_engine._engine, "_takes_turns", True)
+    monkeypatch.setattr(lora_engine.engine, "_takes_turns", True)
     adapted = Query(IDS, add("a"))
     newcomers = [
         [Query(tuple(range(1100, 1300)))],
