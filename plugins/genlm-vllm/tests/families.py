@@ -13,7 +13,6 @@ from vllm.model_executor.models import registry
 from vllm.model_executor.models.transformers import base
 
 from genlm.core import EngineError, Query
-from genlm.core.types import Answer
 from genlm.vllm.loading import load
 from tests.sweep import Row, Sweep
 
@@ -75,12 +74,9 @@ def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
 
     def row_of(context: tuple[int, ...]) -> Any:
         try:
-            answers: list[Answer] = engine.genlm_step([Query(context, cold=True)], [], [], [])
-            while not answers:
-                answers = engine.genlm_step([], [], [], [])
+            return engine.evaluate_alone(Query(context, cold=True))
         except Exception as error:
             raise EngineError(f"{type(error).__name__}: {error}") from error
-        return answers[0].result
 
     try:
         yield engine.max_context, row_of

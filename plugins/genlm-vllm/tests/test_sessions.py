@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from genlm.core.context import Context
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Query
-from genlm.vllm.sessions import Session, Sessions
+from genlm.vllm.in_flight import VllmRequest
+from genlm.vllm.sessions import Sessions
 
 A = Adapter("a", "/a", 1)
 BLOCK = 4
@@ -20,8 +21,9 @@ def footprint(length: int) -> int:
     return (length // BLOCK + 1) * BLOCK
 
 
-def session(*ids: int, adapter: Adapter | None = None, request_id: str = "") -> Session:
-    return Session(request_id, Query(ids, adapter), footprint(len(ids)))
+def session(*ids: int, adapter: Adapter | None = None, request_id: str = "") -> VllmRequest:
+    query = Query(ids, adapter)
+    return VllmRequest(query, query, request_id, footprint(len(ids)))
 
 
 def test_pinning_leaves_places_for_other_requests():
@@ -63,10 +65,10 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit):
 
     def within_reach(query):
         return [
-            each.query.length
+            each.prompt.length
             for each in idle()
-            if 0 < query.length - each.query.length <= BLOCK
-            and each.query == Query(query.context.first(each.query.length), query.adapter)
+            if 0 < query.length - each.prompt.length <= BLOCK
+            and each.prompt == Query(query.context.first(each.prompt.length), query.adapter)
         ]
 
     for number, (deed, ids, adapter) in enumerate(deeds):
@@ -74,7 +76,7 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit):
         if deed == "park":
             given_up(sessions.park(new))
             held[new.request_id] = new
-        elif deed == "pin" and not sessions.is_pinned(new.query):
+        elif deed == "pin" and not sessions.is_pinned(new.prompt):
             sessions.pin(new)
             held[new.request_id] = new
             pinned.add(new.request_id)
@@ -82,10 +84,10 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit):
             # As a context that knows its parent, and as one that does not.
             query = Query(Context(ids[:1], 3).followed_by(ids[1:]), adapter)
             lengths = within_reach(query)
-            taken = sessions.take(query if number % 2 else new.query)
-            assert (taken.query.length if taken else 0) == max(lengths, default=0)
+            taken = sessions.take(query if number % 2 else new.prompt)
+            assert (taken.prompt.length if taken else 0) == max(lengths, default=0)
             if taken:
-                assert taken.query == Query(ids[: taken.query.length], adapter)
+                assert taken.prompt == Query(ids[: taken.prompt.length], adapter)
                 given_up([taken])
         elif deed == "trim":
             before = idle()
@@ -96,7 +98,7 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit):
             assert not idle() or (used <= CAPACITY and len(held) <= limit)
             assert not last or used + last > CAPACITY or len(held) + 1 > limit
         elif deed == "drop":
-            with_adapter = {each.request_id for each in held.values() if each.query.adapter == A}
+            with_adapter = {each.request_id for each in held.values() if each.prompt.adapter == A}
             assert {each.request_id for each in given_up(sessions.drop(A))} == with_adapter
         elif deed == "clear":
             given_up(sessions.clear())

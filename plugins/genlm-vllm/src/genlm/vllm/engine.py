@@ -15,12 +15,12 @@ from genlm.core.hookspecs import hookimpl
 from genlm.core.logs import get_logger
 from genlm.core.types import Answer, Query, Request, SampleRequest, ScoreRequest
 from genlm.kit.memory import lower
-from genlm.vllm.in_flight import InFlightRequest, RequestsInFlight
+from genlm.vllm.in_flight import RequestsInFlight, VllmRequest
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.rows import Rows
 from genlm.vllm.sampling import draw_params, drawn_ids, row_params, vllm_draws
 from genlm.vllm.scoring import scored, scores, worth_scoring
-from genlm.vllm.sessions import Session, Sessions
+from genlm.vllm.sessions import Sessions
 
 log = get_logger()
 
@@ -52,7 +52,7 @@ class VllmEngine:
         self.live = live
         self._core, self._rows, self._sessions = core, rows, sessions
         self._in_flight = RequestsInFlight(core)
-        self._waiting: list[InFlightRequest] = []
+        self._waiting: list[VllmRequest] = []
         self._numbers = itertools.count(1)
 
     # --- rows, draws and scores -------------------------------------------------------------------
@@ -96,7 +96,7 @@ class VllmEngine:
                 return worth_scoring(request, self._core)
         return True
 
-    def _prepared(self, request: Request) -> InFlightRequest:
+    def _prepared(self, request: Request) -> VllmRequest:
         drawn, resumable = 1, False
         match request:
             case SampleRequest(prompt, params):
@@ -106,14 +106,14 @@ class VllmEngine:
             case Query():
                 prompt, resumable = request, self.live and not request.cold
         tokens = self._core.footprint(prompt.length + drawn - 1)
-        return InFlightRequest(request, prompt, f"genlm-{next(self._numbers)}", tokens, resumable)
+        return VllmRequest(request, prompt, f"genlm-{next(self._numbers)}", tokens, resumable)
 
-    def _next_turn(self) -> list[InFlightRequest]:
+    def _next_turn(self) -> list[VllmRequest]:
         """Take out the waiting requests that may be in one batch with those in flight: all."""
         turn, self._waiting = self._waiting, []
         return turn
 
-    def _launch(self, request: InFlightRequest) -> None:
+    def _launch(self, request: VllmRequest) -> None:
         """Let vLLM work on a request: continue a live session, or start a new one."""
         prompt = request.prompt
         session = self._sessions.take(prompt) if request.resumable else None
@@ -124,7 +124,7 @@ class VllmEngine:
         else:
             self._in_flight.extend(request, session)
 
-    def _params(self, request: InFlightRequest) -> Any:
+    def _params(self, request: VllmRequest) -> Any:
         match request.request:
             case SampleRequest(_, params):
                 return draw_params(params, len(self.tokenizer))
@@ -133,16 +133,10 @@ class VllmEngine:
                 return row_params(request.request_id, scores=len(continuation) > 1)
         return row_params(request.request_id)
 
-    def _answers(self, over: Sequence[InFlightRequest]) -> list[Answer]:
+    def _answers(self, over: Sequence[VllmRequest]) -> list[Answer]:
         ids = [each.request_id for each in over if each.wants_row]
         rows = dict(zip(ids, self._rows.take(ids), strict=True))
-        answers = []
-        for each in over:
-            try:
-                answers.append(Answer(each.request, _result(each, rows.get(each.request_id))))
-            except EngineError as error:
-                answers.append(Answer(each.request, error))
-        return answers
+        return [Answer(each.request, _result(each, rows.get(each.request_id))) for each in over]
 
     def _drop(self, requests: Sequence[Request]) -> None:
         """Release requests that no longer have callers."""
@@ -155,11 +149,11 @@ class VllmEngine:
         # A partly computed prompt may have a row.
         self._rows.take([each.request_id for each in dropped if each.wants_row])
 
-    def _park(self, over: Sequence[InFlightRequest]) -> None:
+    def _park(self, over: Sequence[VllmRequest]) -> None:
         """Turn finished requests that vLLM keeps into live sessions."""
         for each in over:
             if each.resumable and each.failure is None:
-                self._release(self._sessions.park(_session(each)))
+                self._release(self._sessions.park(each))
         self._make_room()
 
     def _make_room(self) -> None:
@@ -167,7 +161,7 @@ class VllmEngine:
         together."""
         self._release(self._sessions.trim(self._in_flight.tokens))
 
-    def _release(self, sessions: Sequence[Session]) -> None:
+    def _release(self, sessions: Sequence[VllmRequest]) -> None:
         ids = [session.request_id for session in sessions]
         self._core.abort(ids)
         if self._core.sessions_run:
@@ -196,15 +190,15 @@ class VllmEngine:
         """Compute a row; and let sessions stay running requests of vLLM, if a row of an extended
         one is the cold one."""
         ids = tuple(token_id % self.vocab_size for token_id in range(1, 7))
-        cold = self._row(Query(ids, cold=True))
+        cold = self.evaluate_alone(Query(ids, cold=True))
         if self.live:
             self._core.run_sessions()
         if not self._core.sessions_run:
             return
         try:
             for known in (ids[:3], ids[:4]):
-                self._row(Query(known))
-            off = distance(self._row(Query(ids)), cold)
+                self.evaluate_alone(Query(known))
+            off = distance(self.evaluate_alone(Query(ids)), cold)
             reason = f"rows are {off:.2g} apart" if off > SAME else None
         except EngineDeadError:
             raise
@@ -215,14 +209,15 @@ class VllmEngine:
             log.warning("vllm.sessions_pause", reason=reason)
             self._core.pause_sessions()
 
-    def _row(self, query: Query) -> torch.Tensor:
+    def evaluate_alone(self, query: Query) -> torch.Tensor:
         """The row of a query, while nothing else is in flight."""
         answers = self.genlm_step([query], [], [], [])
         while not answers:
             answers = self.genlm_step([], [], [], [])
-        if isinstance(row := answers[0].result, torch.Tensor):
-            return row
-        raise row if isinstance(row, Exception) else EngineError("no row")
+        result: torch.Tensor | Exception = answers[0].result
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def _pin(self, query: Query) -> None:
         """Keep ``query`` as a session that is never extended: its blocks stay in vLLM's prefix
@@ -234,7 +229,7 @@ class VllmEngine:
         (answer,) = self._answers(self._in_flight.finish())
         if isinstance(answer.result, Exception):
             raise answer.result
-        self._sessions.pin(_session(request))
+        self._sessions.pin(request)
 
     # --- failure and the end ----------------------------------------------------------------------
 
@@ -298,23 +293,16 @@ def distance(row: torch.Tensor, other: torch.Tensor) -> float:
     return float((row.exp() - other.exp()).abs().sum() / 2)
 
 
-def _session(request: InFlightRequest) -> Session:
-    return Session(request.request_id, request.prompt, request.tokens, request.params)
-
-
-def _result(over: InFlightRequest, row: torch.Tensor | None) -> torch.Tensor | list[int]:
-    """The result of a finished request.
-
-    Raises:
-        EngineError: vLLM ended it without one.
-    """
-    if isinstance(over.request, SampleRequest):
-        if over.failure is not None:
-            raise EngineError(f"vLLM ended the request without drawing a token: {over.failure}")
-        return drawn_ids(over.drawn, over.request.params)
-    if over.failure is not None or row is None:
-        reason = over.failure or "no row was captured"
-        raise EngineError(f"vLLM ended the request without a row: {reason}")
-    if isinstance(over.request, ScoreRequest):
-        return scores(over.request.continuation, row, over.prompt_logprobs)
+def _result(over: VllmRequest, row: torch.Tensor | None) -> Any:
+    """The result of a finished request, or the error if vLLM ended it without one."""
+    request, why = over.request, over.failure
+    if isinstance(request, SampleRequest):
+        if why is not None:
+            return EngineError(f"vLLM ended the request without drawing a token: {why}")
+        return drawn_ids(over.drawn, request.params)
+    if why is not None or row is None:
+        why = why or "no row was captured"
+        return EngineError(f"vLLM ended the request without a row: {why}")
+    if isinstance(request, ScoreRequest):
+        return scores(request.continuation, row, over.prompt_logprobs)
     return row

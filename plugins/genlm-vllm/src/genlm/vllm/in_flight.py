@@ -11,7 +11,6 @@ from attrs import define, field
 from genlm.core.errors import EngineError
 from genlm.core.types import Query, Request, SampleRequest
 from genlm.vllm.internals import EngineCore, Output
-from genlm.vllm.sessions import Session
 
 # Steps without any computed token, beyond those that the prompts in flight explain, before the
 # engine is given up.
@@ -19,8 +18,8 @@ PATIENCE = 1000
 
 
 @define(eq=False)
-class InFlightRequest:
-    """One request in vLLM.
+class VllmRequest:
+    """One request in vLLM: in flight, or answered and held for more tokens, as a live session.
 
     Attributes:
         request: As the core admitted it.
@@ -66,7 +65,7 @@ class RequestsInFlight:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._by_id: dict[str, InFlightRequest] = {}
+        self._by_id: dict[str, VllmRequest] = {}
         self._idle_steps = 0
         self.tokens = 0  # the most that all take in the key/value cache
 
@@ -82,7 +81,7 @@ class RequestsInFlight:
 
     def launch(
         self,
-        request: InFlightRequest,
+        request: VllmRequest,
         params: Any,
         cache_salt: str | None = None,
         *,
@@ -107,19 +106,19 @@ class RequestsInFlight:
             pinned=pinned,
         )
 
-    def extend(self, request: InFlightRequest, session: Session) -> None:
+    def extend(self, request: VllmRequest, session: VllmRequest) -> None:
         """Let vLLM go on with an idle session, whose context the request extends."""
-        new = request.prompt.context.since(session.query.length)
+        new = request.prompt.context.since(session.prompt.length)
         request.request_id = session.request_id
         self._enter(request, session.params)
-        self._core.extend(session.request_id, new, session.params, session.query.adapter)
+        self._core.extend(session.request_id, new, session.params, session.prompt.adapter)
 
-    def _enter(self, request: InFlightRequest, params: Any) -> None:
+    def _enter(self, request: VllmRequest, params: Any) -> None:
         request.params = params
         self._by_id[request.request_id] = request
         self.tokens += request.tokens
 
-    def advance(self) -> list[InFlightRequest]:
+    def advance(self) -> list[VllmRequest]:
         """One step of vLLM. Returns the requests that it finished."""
         over = []
         outputs = self._core.step()
@@ -131,14 +130,14 @@ class RequestsInFlight:
         self._watch(outputs)
         return over
 
-    def finish(self) -> list[InFlightRequest]:
+    def finish(self) -> list[VllmRequest]:
         """Step until nothing is in flight."""
         over = []
         while self._by_id:
             over += self.advance()
         return over
 
-    def drop(self, requests: Collection[Request]) -> list[InFlightRequest]:
+    def drop(self, requests: Collection[Request]) -> list[VllmRequest]:
         """Forget some; vLLM must be told to drop them. Requests not in flight are ignored."""
         dropped = [each for each in self._by_id.values() if each.request in requests]
         for each in dropped:
@@ -152,7 +151,7 @@ class RequestsInFlight:
         self.tokens = self._idle_steps = 0
         return dropped
 
-    def _remove(self, request: InFlightRequest) -> None:
+    def _remove(self, request: VllmRequest) -> None:
         del self._by_id[request.request_id]
         self.tokens -= request.tokens
 

@@ -17,6 +17,7 @@ import os
 import queue
 import time
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from attrs import frozen
 from genlm.core.errors import BackendUnavailableError
 from genlm.core.types import Adapter
 from genlm.kit.settings import rope_limits
+from genlm.vllm.forks import lacking
 from genlm.vllm.running import RunningSessions, running_sessions
 from genlm.vllm.streams import EngineStream
 
@@ -349,12 +351,9 @@ def _output(raw: Any) -> Output:
 
 
 def _require(owner: Any, path: str) -> Any:
-    value = owner
-    for name in path.split("."):
-        if not hasattr(value, name):
-            raise _unsupported(f"{type(owner).__name__} has no {path}")
-        value = getattr(value, name)
-    return value
+    if lacking(owner, path):
+        raise _unsupported(f"{type(owner).__name__} has no {path}")
+    return attrgetter(path)(owner)
 
 
 @contextlib.contextmanager

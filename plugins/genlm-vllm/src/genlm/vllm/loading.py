@@ -23,7 +23,7 @@ from genlm.vllm.lora import LoraEngine
 from genlm.vllm.options import Options, check_engine_opts
 from genlm.vllm.rows import LocalRows, Rows, WorkerRows
 from genlm.vllm.sessions import Sessions
-from genlm.vllm.settings import corrections
+from genlm.vllm.settings import corrections, on_a_cpu
 from genlm.vllm.streams import EngineStream
 
 log = get_logger()
@@ -137,9 +137,8 @@ def _engine(llm: Any, core: EngineCore, rows: Rows, chosen: Options) -> VllmEngi
         longest=core.max_model_len,
         reach=core.block_size if core.prefix_caching else core.max_model_len,
     )
-    if core.max_loras:
-        return LoraEngine(llm, core, rows, sessions, live=bool(live), max_adapters=core.max_loras)
-    return VllmEngine(llm, core, rows, sessions, live=bool(live))
+    kind = LoraEngine if core.max_loras else VllmEngine
+    return kind(llm, core, rows, sessions, live=bool(live))
 
 
 def _defaults() -> dict[str, Any]:
@@ -149,15 +148,13 @@ def _defaults() -> dict[str, Any]:
     with 0. No asynchronous scheduling: it runs the scheduler during the next token of long
     continuations, but single rows take one step more.
     """
-    from vllm.platforms import current_platform
-
     settings: dict[str, Any] = {
         "seed": secrets.randbits(31),
         "async_scheduling": False,
         "disable_log_stats": True,
         "scheduler_cls": SCHEDULER,
     }
-    if current_platform.is_cpu():
+    if on_a_cpu():
         # A partial block is not found again after its request has gone, so blocks are small.
         # Compiling takes minutes and gains little. By default vLLM would take most of the machine's
         # memory.
@@ -171,10 +168,8 @@ def _heed_float32(engine_opts: Mapping[str, Any]) -> None:
     Raises:
         InvalidOptionError: its kernels for adapters cannot.
     """
-    from vllm.platforms import current_platform
-
     dtype = engine_opts.get("dtype")
-    if current_platform.is_cpu() or str(dtype).removeprefix("torch.") not in ("float", "float32"):
+    if on_a_cpu() or str(dtype).removeprefix("torch.") not in ("float", "float32"):
         return
     if engine_opts.get("enable_lora"):
         raise InvalidOptionError(
@@ -188,9 +183,7 @@ def _heed_float32(engine_opts: Mapping[str, Any]) -> None:
 def _spare_slot(engine_opts: Mapping[str, Any]) -> dict[str, int]:
     """On CPU, one adapter slot more than the user asked for, kept empty: the last slot is applied
     to rows without an adapter."""
-    from vllm.platforms import current_platform
-
-    if not (engine_opts.get("enable_lora") and current_platform.is_cpu()):
+    if not (engine_opts.get("enable_lora") and on_a_cpu()):
         return {}
     slots = int(engine_opts.get("max_loras") or 1)
     adapters = int(engine_opts.get("max_cpu_loras") or slots)

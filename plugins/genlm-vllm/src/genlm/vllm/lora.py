@@ -25,7 +25,7 @@ from genlm.kit.adapter_files import (
     write_plain,
 )
 from genlm.vllm.engine import VllmEngine
-from genlm.vllm.in_flight import InFlightRequest
+from genlm.vllm.in_flight import VllmRequest
 
 #: Settings that are applied correctly after an adapter is made plain LoRA.
 APPLIED = frozenset({
@@ -45,14 +45,10 @@ class LoraEngine(VllmEngine):
     vLLM gets each adapter as plain LoRA in its own folder, which stays as long as the adapter: vLLM
     may read it again.
 
-    Args:
-        max_adapters: How many adapters vLLM keeps. With more, it would silently drop one, and when
-            that is next used, read again what is then at its path.
     """
 
-    def __init__(self, *args: Any, max_adapters: int, **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._max_adapters = max_adapters
         self._folders: dict[int, tempfile.TemporaryDirectory[str]] = {}
         self._slot_kept = not self._core.spare_slot
         self._takes_turns = self._core.device_type == "cpu" and not self._core.spare_slot
@@ -71,10 +67,11 @@ class LoraEngine(VllmEngine):
         InvalidAdapterError: it is made for another model.
         InvalidOptionError: vLLM already has as many adapters as it keeps.
         """
-        if len(self._folders) >= self._max_adapters:
+        # With more, vLLM would silently drop one, and when that is next used, read again what is
+        # then at its path.
+        if len(self._folders) >= (most := self._core.max_loras):
             raise InvalidOptionError(
-                f"{len(self._folders)} LoRA adapters are loaded and max_cpu_loras is "
-                f"{self._max_adapters}; "
+                f"{len(self._folders)} LoRA adapters are loaded and max_cpu_loras is {most}; "
                 "remove one, or load the model with a larger max_cpu_loras in engine_opts"
             )
         contents.require_modules(self._shapes or presumed_shapes(contents, self._core.hf_config))
@@ -135,7 +132,7 @@ class LoraEngine(VllmEngine):
                     "was trained on, or save the adapter with save_embedding_layers=False"
                 )
 
-    def _next_turn(self) -> list[InFlightRequest]:
+    def _next_turn(self) -> list[VllmRequest]:
         """All, or on CPU one kind: that of the oldest. While it is in flight, new requests join
         only if no other kind waits."""
         if not self._takes_turns or not self._waiting:

@@ -19,36 +19,30 @@ def row_params(key: str, *, scores: bool = False) -> Any:
 
     vLLM must also draw a token: the likeliest, which is the cheapest.
     """
-    from vllm import SamplingParams as VllmSamplingParams
-
-    return VllmSamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        ignore_eos=True,
-        detokenize=False,
-        skip_clone=True,
-        prompt_logprobs=0 if scores else None,
-        extra_args={ROW_KEY: key},
-    )
+    logprobs = 0 if scores else None
+    return _params({ROW_KEY: key}, max_tokens=1, temperature=0.0, prompt_logprobs=logprobs)
 
 
 def draw_params(params: SamplingParams, width: int) -> Any:
     """One continuation, of token ids below ``width``: the tokenizer's vocabulary, without the
     model's padding."""
-    from vllm import SamplingParams as VllmSamplingParams
-
-    return VllmSamplingParams(
+    return _params(
+        {WIDTH_KEY: width},
         max_tokens=params.max_tokens,
         temperature=params.temperature,
         top_k=params.top_k or 0,
         top_p=1.0 if params.top_p is None else params.top_p,
         seed=None if params.seed is None else params.seed % SEEDS,  # vLLM treats -1 as no seed
         stop_token_ids=sorted(params.stop_token_ids),
-        ignore_eos=True,
-        detokenize=False,
-        skip_clone=True,
-        extra_args={WIDTH_KEY: width},
     )
+
+
+def _params(wishes: dict[str, Any], **options: Any) -> Any:
+    """vLLM's parameters, with wishes for our logits processor."""
+    from vllm import SamplingParams as VllmSamplingParams
+
+    ours = {"ignore_eos": True, "detokenize": False, "skip_clone": True}
+    return VllmSamplingParams(extra_args=wishes, **ours, **options)
 
 
 def drawn_ids(drawn: list[int], params: SamplingParams) -> list[int]:

@@ -17,23 +17,20 @@ def scored(request: ScoreRequest) -> Query:
 
 def scores(
     continuation: TokenIds, row: torch.Tensor, prompt_logprobs: torch.Tensor | None
-) -> torch.Tensor:
-    """``[len(continuation)]`` float32.
+) -> torch.Tensor | EngineError:
+    """``[len(continuation)]`` float32, or the error if vLLM gave nothing to make them of.
 
     Args:
         continuation: The tokens to score.
         row: ``[vocab_size]``, the row for the last of these tokens.
         prompt_logprobs: Of the prompt's tokens from the second on; a continuation of one token
             needs none.
-
-    Raises:
-        EngineError: vLLM gave none, but they are needed.
     """
     last = row[continuation[-1]].reshape(1)
     if len(continuation) == 1:
         return last
     if prompt_logprobs is None:
-        raise EngineError("vLLM gave no log-probabilities of the prompt; ask again")
+        return EngineError("vLLM gave no log-probabilities of the prompt; ask again")
     return torch.cat([prompt_logprobs[1 - len(continuation) :].to(last), last])
 
 

@@ -1,39 +1,20 @@
 """Live sessions: contexts whose key/value state vLLM keeps, so that extending one costs only the
 new tokens.
 
-These are only records; the engine tells vLLM. A session is an unfinished streaming request. It
-keeps its blocks and one of the scheduler's ``max_num_seqs`` places. So the number of idle sessions
-is limited, and they are dropped when the key/value cache is full: as long as idle sessions and the
-contexts in flight fit in the cache together, vLLM can always continue.
+These are only records; the engine tells vLLM. A session is an answered request that vLLM still
+holds. It keeps its blocks and one of the scheduler's ``max_num_seqs`` places. So the number of idle
+sessions is limited, and they are dropped when the key/value cache is full: as long as idle sessions
+and the contexts in flight fit in the cache together, vLLM can always continue.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any
-
-from attrs import field, frozen
 
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Query
-
-
-@frozen
-class Session:
-    """A context that vLLM has computed and still holds.
-
-    Attributes:
-        request_id: Its id in vLLM.
-        query: Its context and adapter.
-        tokens: What it takes in the key/value cache.
-        params: vLLM's sampling parameters that continue it.
-    """
-
-    request_id: str
-    query: Query
-    tokens: int
-    params: Any = field(default=None, eq=False)
+from genlm.vllm.in_flight import VllmRequest
 
 
 class Sessions:
@@ -60,9 +41,9 @@ class Sessions:
         self._limit, self._capacity, self._footprint = limit, capacity, footprint
         self._longest, self._reach = longest, reach
         # By adapter and hash, which a context knows of its parent too.
-        self._idle: OrderedDict[tuple[Adapter | None, int], Session] = OrderedDict()
+        self._idle: OrderedDict[tuple[Adapter | None, int], VllmRequest] = OrderedDict()
         self._lengths: Counter[int] = Counter()  # of the idle ones
-        self._pinned: dict[Query, Session] = {}
+        self._pinned: dict[Query, VllmRequest] = {}
         self._idle_tokens = 0
 
     def __len__(self) -> int:
@@ -73,7 +54,7 @@ class Sessions:
         """Tokens of the key/value cache that pinned sessions hold."""
         return sum(session.tokens for session in self._pinned.values())
 
-    def take(self, query: Query) -> Session | None:
+    def take(self, query: Query) -> VllmRequest | None:
         """Take out the idle session with the longest context that ``query`` extends; ``None`` if
         none is within reach."""
         context, length = query.context, query.length
@@ -83,18 +64,18 @@ class Sessions:
             is_parent = new == context.grown
             known = context.parent_hash if is_parent else context.first(-new).hash_value
             session = self._idle.get((query.adapter, known))
-            if session is not None and context.starts_with(session.query.context):
+            if session is not None and context.starts_with(session.prompt.context):
                 return self._remove(session)
         return None
 
-    def park(self, session: Session) -> list[Session]:
+    def park(self, session: VllmRequest) -> list[VllmRequest]:
         """Keep ``session`` as the most recently used. Returns those to release: an equal one that
         it replaces."""
         key = _key(session)
         twin = self._idle.get(key)
         released = [self._remove(twin)] if twin else []
         self._idle[key] = session
-        self._lengths[session.query.length] += 1
+        self._lengths[session.prompt.length] += 1
         self._idle_tokens += session.tokens
         return released
 
@@ -121,14 +102,14 @@ class Sessions:
                 "load with a larger max_num_seqs"
             )
 
-    def pin(self, session: Session) -> None:
+    def pin(self, session: VllmRequest) -> None:
         """Keep ``session`` until :meth:`clear`, never to be extended itself."""
-        self._pinned[session.query] = session
+        self._pinned[session.prompt] = session
 
     def is_pinned(self, query: Query) -> bool:
         return query in self._pinned
 
-    def trim(self, tokens_in_flight: int) -> list[Session]:
+    def trim(self, tokens_in_flight: int) -> list[VllmRequest]:
         """Take out the least recently used until the rest is within the limit and fits with the
         requests in flight."""
         released, free = [], self._capacity - self.pinned_tokens - tokens_in_flight
@@ -136,13 +117,13 @@ class Sessions:
             released.append(self._remove(next(iter(self._idle.values()))))
         return released
 
-    def drop(self, adapter: Adapter) -> list[Session]:
+    def drop(self, adapter: Adapter) -> list[VllmRequest]:
         """Take out everything computed with ``adapter``, pinned or not."""
         pinned = [query for query in self._pinned if query.adapter == adapter]
-        idle = [each for each in self._idle.values() if each.query.adapter == adapter]
+        idle = [each for each in self._idle.values() if each.prompt.adapter == adapter]
         return [*map(self._pinned.pop, pinned), *map(self._remove, idle)]
 
-    def clear(self) -> list[Session]:
+    def clear(self) -> list[VllmRequest]:
         """Take out everything."""
         released = [*self._pinned.values(), *self._idle.values()]
         self._pinned.clear()
@@ -151,8 +132,8 @@ class Sessions:
         self._idle_tokens = 0
         return released
 
-    def _remove(self, session: Session) -> Session:
-        length = session.query.length
+    def _remove(self, session: VllmRequest) -> VllmRequest:
+        length = session.prompt.length
         del self._idle[_key(session)]
         self._lengths[length] -= 1
         if not self._lengths[length]:
@@ -161,5 +142,5 @@ class Sessions:
         return session
 
 
-def _key(session: Session) -> tuple[Adapter | None, int]:
-    return session.query.adapter, session.query.context.hash_value
+def _key(session: VllmRequest) -> tuple[Adapter | None, int]:
+    return session.prompt.adapter, session.prompt.context.hash_value

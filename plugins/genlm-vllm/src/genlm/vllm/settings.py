@@ -94,7 +94,7 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         corrected["hf_overrides"] = {**dict.fromkeys(unread), **given}
     elif settings.model_type in WIDER and window is not None:
         corrected["hf_overrides"] = {"sliding_window": window - 1, **given}
-    if _on_a_cpu() and any("mamba" in name for name in (settings.model_type, *settings.to_dict())):
+    if on_a_cpu() and any("mamba" in name for name in (settings.model_type, *settings.to_dict())):
         if engine_opts.get("enable_prefix_caching"):
             raise InvalidOptionError(
                 "engine_opts['enable_prefix_caching'] = True is not supported for "
@@ -161,11 +161,11 @@ def _refuse_what_is_not_read(settings: Any) -> None:
             raise _error(family, "truncate=False", what)
     if family == "falcon_h1" and settings.mamba_rms_norm and settings.mamba_norm_before_gate:
         raise _error(family, "mamba_norm_before_gate=True", "applies the gate first")
-    if wrong := ALWAYS.get(family) or (_on_a_cpu() and ON_A_CPU.get(family)):
+    if wrong := ALWAYS.get(family) or (on_a_cpu() and ON_A_CPU.get(family)):
         raise _error(family, *wrong)
 
 
-def _on_a_cpu() -> bool:
+def on_a_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
