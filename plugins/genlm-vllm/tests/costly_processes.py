@@ -17,6 +17,7 @@ import torch
 
 from genlm.core import AsyncLM, EngineDeadError
 from genlm.vllm import AsyncVirtualLM
+from tests.adapter_outcomes import reference_rows
 
 from .driven import SMALL
 
@@ -92,3 +93,26 @@ def test_an_engine_core_in_a_process_of_its_own(tiny_path, expected, monkeypatch
         ]
         check(lm, expected)
         dies_clearly(lm, core)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_rows_with_and_without_an_adapter_in_one_batch(
+    tiny_path, write_adapter, monkeypatch, workers
+):
+    """vLLM's mistake on a CPU is made in the workers."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join("01"[:workers]))
+    path = write_adapter("a", 1)
+    options = {"enable_lora": True, "max_lora_rank": 8, "tensor_parallel_size": workers}
+    with AsyncVirtualLM.from_name(tiny_path, engine_opts=SMALL | options) as lm:
+        lm.add_new_lora(path, "a")
+
+        async def together():
+            names = (None, "a", None)
+            asked = (lm.next_token_logprobs(PROMPT[i:], lora_name=n) for i, n in enumerate(names))
+            return await asyncio.gather(*asked)
+
+        rows = asyncio.run(together())
+    for i, adapter in enumerate((None, path, None)):
+        (expected,) = reference_rows(tiny_path, adapter, [PROMPT[i:]])
+        torch.testing.assert_close(rows[i], expected, atol=ATOL, rtol=0)

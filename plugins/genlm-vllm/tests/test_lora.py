@@ -35,26 +35,6 @@ def test_more_adapters_than_vllm_keeps_are_refused(add):
         add("c")
 
 
-def test_newcomers_of_the_other_kind_wait_their_turn_and_are_answered(
-    lora_engine, add, monkeypatch
-):
-    """Where the two kinds do not share a batch, a stream of one must not starve the other."""
-    monkeypatch.setattr(lora_engine.engine, "_takes_turns", True)
-    adapted = Query(IDS, add("a"))
-    newcomers = [
-        [Query(tuple(range(1100, 1300)))],
-        [adapted],
-        *([Query((n, *IDS))] for n in (1, 2, 3)),
-    ]
-    answered, steps = [], 0
-    while len(answered) < 5:
-        found = list(lora_engine.step(*(newcomers[steps] if steps < 5 else ())))
-        assert len({query.adapter for query in found}) <= 1
-        answered += found
-        steps += 1
-    assert answered.index(adapted) < answered.index(Query((3, *IDS)))
-
-
 def test_draws_in_a_mixed_batch(lora_engine, add):
     """Of as many adapters as there are slots, since vLLM's mistake shows only where the last slot
     is taken."""

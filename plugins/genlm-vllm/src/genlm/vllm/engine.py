@@ -52,7 +52,6 @@ class VllmEngine:
         self.live = live
         self._core, self._rows, self._sessions = core, rows, sessions
         self._in_flight = RequestsInFlight(core)
-        self._waiting: list[VllmRequest] = []
         self._numbers = itertools.count(1)
 
     # --- rows, draws and scores -------------------------------------------------------------------
@@ -68,8 +67,6 @@ class VllmEngine:
         with lower("max_num_batched_tokens or max_num_seqs"), self._all_or_nothing():
             self._drop(dropped)
             answers = self._receive([*queries, *samples, *scores])
-            for request in self._next_turn():
-                self._launch(request)
             self._make_room()
             if len(self._in_flight):
                 over = self._in_flight.advance()
@@ -78,11 +75,11 @@ class VllmEngine:
             return answers
 
     def _receive(self, requests: Sequence[Request]) -> list[Answer]:
-        """Queue new requests; those that vLLM cannot serve are answered with ``None``."""
+        """Hand new requests to vLLM; those that it cannot serve are answered with ``None``."""
         declined = []
         for request in requests:
             if self._is_native(request):
-                self._waiting.append(self._prepared(request))
+                self._launch(self._prepared(request))
             else:
                 declined.append(Answer(request, None))
         return declined
@@ -107,11 +104,6 @@ class VllmEngine:
                 prompt, resumable = request, self.live and not request.cold
         tokens = self._core.footprint(prompt.length + drawn - 1)
         return VllmRequest(request, prompt, f"genlm-{next(self._numbers)}", tokens, resumable)
-
-    def _next_turn(self) -> list[VllmRequest]:
-        """Take out the waiting requests that may be in one batch with those in flight: all."""
-        turn, self._waiting = self._waiting, []
-        return turn
 
     def _launch(self, request: VllmRequest) -> None:
         """Let vLLM work on a request: continue a live session, or start a new one."""
@@ -142,9 +134,7 @@ class VllmEngine:
         """Release requests that no longer have callers."""
         if not requests:
             return
-        gone = set(requests)
-        self._waiting = [each for each in self._waiting if each.request not in gone]
-        dropped = self._in_flight.drop(gone)
+        dropped = self._in_flight.drop(set(requests))
         self._core.abort([each.request_id for each in dropped])
         # A partly computed prompt may have a row.
         self._rows.take([each.request_id for each in dropped if each.wants_row])
@@ -256,7 +246,6 @@ class VllmEngine:
         Raises:
             EngineDeadError: it cannot.
         """
-        self._waiting.clear()
         try:
             sessions = [session.request_id for session in self._sessions.clear()]
             self._core.abort([*self._in_flight.clear(), *sessions])

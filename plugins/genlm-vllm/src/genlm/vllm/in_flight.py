@@ -72,13 +72,6 @@ class RequestsInFlight:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    @property
-    def uses_adapter(self) -> bool | None:
-        """Whether a request in flight has an adapter; ``None`` with nothing in flight."""
-        for each in self._by_id.values():
-            return each.prompt.adapter is not None
-        return None
-
     def launch(
         self,
         request: VllmRequest,

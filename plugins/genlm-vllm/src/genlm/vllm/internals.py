@@ -11,7 +11,6 @@ own streaming-input API is a layer above it).
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import os
 import queue
@@ -36,8 +35,7 @@ PROCESS_SWITCH = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 CLIENT_METHODS = (
     "add_request", "get_output", "abort_requests", "reset_prefix_cache",
-    "collective_rpc", "add_lora", "remove_lora", "pin_lora",
-    "shutdown",
+    "collective_rpc", "add_lora", "remove_lora", "shutdown",
 )  # fmt: skip
 IN_PROCESS_PARTS = ("engine_core.model_executor.shutdown", "engine_core.scheduler.shutdown")
 PROCESS_PARTS = ("outputs_queue.get", "ensure_alive")
@@ -47,9 +45,6 @@ REQUEST_FIELDS = (
     "cache_salt", "data_parallel_rank", "resumable",
 )  # fmt: skip
 OUTPUT_FIELDS = ("request_id", "new_token_ids", "finish_reason", "new_prompt_logprobs_tensors")
-
-#: The ids of adapters of zeros in vLLM, greater than all versions.
-SPARE_IDS = 1 << 30
 
 LIVENESS = 1.0  # seconds between checks whether a silent engine process is alive
 
@@ -101,15 +96,13 @@ class EngineCore:
     Args:
         llm: The model.
         stream: The stream that it computes on.
-        spare_slot: Whether it was loaded with one slot and one adapter more than the user asked
-            for, for :meth:`keep_spare_slot`.
 
     Raises:
         BackendUnavailableError: this vLLM lacks something that the plugin needs, despite its
             version.
     """
 
-    def __init__(self, llm: Any, stream: EngineStream, *, spare_slot: bool = False) -> None:
+    def __init__(self, llm: Any, stream: EngineStream) -> None:
         from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
         self._llm, self._stream = llm, stream
@@ -145,10 +138,8 @@ class EngineCore:
         self.block_size: int = _require(config, "cache_config.block_size")
         self.device_type: str = _require(config, "device_config.device").type
         lora = _require(config, "lora_config")
-        most = (lora.max_cpu_loras or lora.max_loras) if lora else 0
-        self.spare_slot = spare_slot
-        self.max_loras: int = most - spare_slot
-        self._slots: int = lora.max_loras if lora else 0
+        # On a CPU there is one more, which stays empty (loading.py).
+        self.max_loras: int = lora.max_cpu_loras - (self.device_type == "cpu") if lora else 0
         self._lora_requests: dict[int, Any] = {}
         self.hf_config = _require(config, "model_config.hf_config")
         self.model_path: str = _require(config, "model_config.model")
@@ -286,27 +277,6 @@ class EngineCore:
         with self._stream.entered():
             self._client.remove_lora(adapter.version)
         self._lora_requests.pop(adapter.version, None)
-
-    def keep_spare_slot(self, folder: str) -> None:
-        """Fill the last slot with an adapter of zeros for good, before any other adapter comes.
-
-        Args:
-            folder: An adapter of zeros.
-        """
-        from vllm.lora.request import LoRARequest
-
-        scheduler = _require(self._client, "engine_core.scheduler")
-        ids = [SPARE_IDS + at for at in range(self._slots)]
-        try:
-            for each in ids:  # slots are taken in order
-                self._client.add_lora(LoRARequest(f"zeros@{each}", each, folder))
-            self._client.pin_lora(ids.pop())
-        finally:
-            for each in ids:
-                self._client.remove_lora(each)
-        # The adapters of one batch must fit into the other slots.
-        scheduler.lora_config = copy.copy(_require(scheduler, "lora_config"))
-        scheduler.lora_config.max_loras = self._slots - 1
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -67,12 +67,11 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
             gc.freeze()
         local = here and _has_one_worker(chosen.engine_opts)
         store = RowStore()
-        spare = _spare_slot(chosen.engine_opts) if local else {}
         settings = (
             _defaults()
             | dict(chosen.engine_opts)
             | corrections(model, chosen.engine_opts)
-            | spare
+            | _spare_slot(chosen.engine_opts)
             | _row_hooks(chosen.engine_opts, store if local else None)
         )
         with _explained(model):
@@ -82,7 +81,7 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
                 folder = chosen.engine_opts.get("tokenizer") or model
                 require_tokenizer(folder, "engine_opts={'tokenizer': ...}")
                 raise
-        core = EngineCore(llm, stream, spare_slot=bool(spare))
+        core = EngineCore(llm, stream)
     rows: Rows = LocalRows(store, core.device_type) if local else WorkerRows(core)
     engine = _engine(llm, core, rows, chosen)
     given = chosen.engine_opts
@@ -181,13 +180,13 @@ def _heed_float32(engine_opts: Mapping[str, Any]) -> None:
 
 
 def _spare_slot(engine_opts: Mapping[str, Any]) -> dict[str, int]:
-    """On CPU, one adapter slot more than the user asked for, kept empty: the last slot is applied
-    to rows without an adapter."""
+    """On a CPU, as many slots as there may be adapters, and one more: vLLM takes the first that is
+    free, and (to 0.32) applies the last to rows without an adapter."""
     if not (engine_opts.get("enable_lora") and on_a_cpu()):
         return {}
     slots = int(engine_opts.get("max_loras") or 1)
     adapters = int(engine_opts.get("max_cpu_loras") or slots)
-    return {"max_loras": slots + 1, "max_cpu_loras": adapters + 1}
+    return {"max_loras": max(slots, adapters) + 1, "max_cpu_loras": adapters + 1}
 
 
 def _row_hooks(engine_opts: Mapping[str, Any], store: RowStore | None) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import evolve
 
 from genlm.core.errors import InvalidAdapterError, InvalidOptionError
 from genlm.core.hookspecs import hookimpl
@@ -25,7 +24,6 @@ from genlm.kit.adapter_files import (
     write_plain,
 )
 from genlm.vllm.engine import VllmEngine
-from genlm.vllm.in_flight import VllmRequest
 
 #: Settings that are applied correctly after an adapter is made plain LoRA.
 APPLIED = frozenset({
@@ -37,28 +35,19 @@ APPLIED = frozenset({
 class LoraEngine(VllmEngine):
     """An engine with adapters.
 
-    On CPU, vLLM (to 0.32) applies the adapter of the last slot to rows without one. With the engine
-    core in this process, that slot is kept empty. Otherwise the two kinds of requests take turns,
-    and LoRA on embeddings and output layers is refused, because their slot stays after the adapter
-    has gone.
-
     vLLM gets each adapter as plain LoRA in its own folder, which stays as long as the adapter: vLLM
     may read it again.
-
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._folders: dict[int, tempfile.TemporaryDirectory[str]] = {}
-        self._slot_kept = not self._core.spare_slot
-        self._takes_turns = self._core.device_type == "cpu" and not self._core.spare_slot
 
     @hookimpl
     def genlm_read_lora(self, adapter: Adapter) -> AdapterFolder:
         """Raises: InvalidAdapterError: it is not valid, or of a kind that vLLM applies wrongly."""
         read = read_adapter(adapter.path)
-        ends = {Feature.EMBEDDING, Feature.HEAD} if self._takes_turns else set()
-        read.require(APPLIED - ends, "vLLM")
+        read.require(APPLIED, "vLLM")
         return read
 
     @hookimpl
@@ -76,8 +65,6 @@ class LoraEngine(VllmEngine):
             )
         contents.require_modules(self._shapes or presumed_shapes(contents, self._core.hf_config))
         self._require_same_embeddings(contents)
-        if not self._slot_kept:
-            self._keep_spare_slot(contents)
         folder = tempfile.TemporaryDirectory(prefix="genlm-adapter-")
         try:
             write_plain(contents, Path(folder.name))
@@ -95,16 +82,6 @@ class LoraEngine(VllmEngine):
         self._core.remove_lora(adapter)
         self._folders.pop(adapter.version).cleanup()
         return True
-
-    def _keep_spare_slot(self, adapter: AdapterFolder) -> None:
-        """An adapter of zeros, for a module of the first adapter, or else any module."""
-        names = [name for name in (*adapter.modules, *(self._shapes or {})) if "embed" not in name]
-        shapes = {name: (module.inputs, module.outputs) for name, module in adapter.modules.items()}
-        with tempfile.TemporaryDirectory(prefix="genlm-adapter-") as folder:
-            zeros = {names[0]: (shapes | (self._shapes or {}))[names[0]]}
-            write_plain(evolve(adapter, modules={}), Path(folder), zeros)
-            self._core.keep_spare_slot(folder)
-        self._slot_kept = True
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, int]] | None:
@@ -131,20 +108,6 @@ class LoraEngine(VllmEngine):
                     f"is not that of {self._core.model_path}; give the base model's folder that it "
                     "was trained on, or save the adapter with save_embedding_layers=False"
                 )
-
-    def _next_turn(self) -> list[VllmRequest]:
-        """All, or on CPU one kind: that of the oldest. While it is in flight, new requests join
-        only if no other kind waits."""
-        if not self._takes_turns or not self._waiting:
-            return super()._next_turn()
-        current = self._in_flight.uses_adapter
-        kind = self._waiting[0].prompt.adapter is not None if current is None else current
-        others = [each for each in self._waiting if (each.prompt.adapter is not None) != kind]
-        if current is not None and others:
-            return []
-        turn = [each for each in self._waiting if (each.prompt.adapter is not None) == kind]
-        self._waiting = others
-        return turn
 
     def _is_native(self, request: Request) -> bool:
         """Scores are made from rows: in vLLM (to 0.32), LoRA layers treat a prompt's logits as
