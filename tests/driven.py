@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from genlm.conformance.agreement import expect_frequencies, single_tokens
 from genlm.conformance.programs import call
-from genlm.core.types import Query, Request, SampleRequest, ScoreRequest
+from genlm.core.types import Query, Request, SampleRequest, SamplingParams, ScoreRequest
 
 
 class Driven:
@@ -34,3 +37,15 @@ class Driven:
         while len(answers) < len(set(requests)):
             answers |= self.step()
         return [answers[request] for request in requests]
+
+    def check_frequencies(self, query: Query, **cut: Any) -> None:
+        """Its own draws of a token come at the frequencies of the row, without what the tokenizer
+        has not."""
+        params = SamplingParams(max_tokens=1, **cut)
+        (row,) = self.ask(query)
+        mass = (row[: len(self.tokenizer)].double() / params.temperature).softmax(0)
+        kept = mass.argsort(descending=True)[: params.top_k]
+        kept = kept[: int((mass[kept].cumsum(0) < (params.top_p or 1)).sum()) + 1]
+        left = torch.zeros_like(mass).index_copy(0, kept, mass[kept] / mass[kept].sum())
+        drawn = self.ask(*(SampleRequest(query, params) for _ in range(2000)))
+        expect_frequencies(f"draws with {cut}", drawn, single_tokens(left))

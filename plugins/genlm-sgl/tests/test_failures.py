@@ -35,11 +35,6 @@ def test_too_long_a_prompt_fails_alone(hooks, contexts, reference):
     torch.testing.assert_close(row, reference([short])[0], atol=1e-4, rtol=0)
 
 
-def test_the_longest_prompt_is_answered(hooks, contexts, reference):
-    asked = contexts(1, hooks.max_context, hooks.max_context)
-    torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)
-
-
 def test_a_failing_step_drops_what_is_in_flight(hooks, contexts, reference):
     asked = contexts(30, 10, 20)  # 16 run at once: the others wait
     with pytest.raises(IndexError):

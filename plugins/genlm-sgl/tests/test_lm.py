@@ -3,37 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from genlm.core import EngineError, UnsupportedError
 from genlm.sgl import AsyncSGLTransformer
-
-
-def test_a_request_that_fails_fails_alone(tiny, monkeypatch):
-    contexts = [[1, 2, token] for token in range(3, 20)]
-    with AsyncSGLTransformer.from_name(tiny, {"max_total_tokens": 1024}) as lm:
-        rows = [lm.next_token_logprobs_uncached(context) for context in contexts]
-        forward = lm.underlying_model.forward
-
-        def fail_on_13(input_ids, *args, **kwargs):
-            if 13 in input_ids.tolist():
-                raise RuntimeError("unlucky")
-            return forward(input_ids, *args, **kwargs)
-
-        monkeypatch.setattr(lm.underlying_model, "forward", fail_on_13)
-        with ThreadPoolExecutor(len(contexts)) as several:
-            asked = [several.submit(lm.next_token_logprobs_sync, context) for context in contexts]
-    for context, row, answer in zip(contexts, rows, asked, strict=True):
-        if 13 in context:
-            with pytest.raises(
-                EngineError, match=r"\[1, 2, 13\] of 3 tokens: RuntimeError: unlucky"
-            ):
-                answer.result()
-        else:
-            torch.testing.assert_close(answer.result(), row, atol=1e-4, rtol=0)
 
 
 def test_a_prompt_that_fails_in_the_middle_can_be_asked_again(tiny, contexts, monkeypatch):

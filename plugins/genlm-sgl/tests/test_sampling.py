@@ -4,7 +4,6 @@ leaves to the core."""
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 
 import pytest
 import torch
@@ -86,23 +85,8 @@ def test_draws_of_several_kinds_in_one_batch(hooks, contexts):
     "cut", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.5, "temperature": 0.5}]
 )
 def test_frequencies_are_those_of_the_row(hooks, contexts, cut):
-    (context,), draws = contexts(1, 10, 10), 3000
-    mass = (ask(hooks, context).double() / cut.get("temperature", 1.0)).softmax(dim=0)
-    order = mass.argsort(descending=True)
-    kept = cut.get("top_k", len(mass))
-    if "top_p" in cut:
-        kept = int((mass[order].cumsum(dim=0) < cut["top_p"]).sum()) + 1
-    expected = torch.zeros_like(mass)
-    expected[order[:kept]] = mass[order[:kept]]
-    expected *= draws / expected.sum()
     torch.manual_seed(0)
-    seen = Counter(token for (token,) in draw(hooks, [context] * draws, max_tokens=1, **cut))
-    observed = torch.tensor([float(seen[token]) for token in range(len(mass))])
-    assert observed[expected == 0].sum() == 0
-    cells = expected >= 5
-    chi2 = ((observed - expected)[cells] ** 2 / expected[cells]).sum().item()
-    degrees = int(cells.sum())
-    assert chi2 < degrees + 5 * (2 * degrees) ** 0.5
+    hooks.check_frequencies(Query(*contexts(1, 10, 10)), **cut)
 
 
 def test_stop_tokens_end_the_draw_and_are_not_in_it(hooks, contexts):
@@ -118,13 +102,6 @@ def test_a_stop_token_is_left_out_where_it_is_the_last_that_is_allowed(hooks, co
     first = draw(hooks, asked, max_tokens=1, temperature=0.0)
     stops = frozenset({END, *(token for (token,) in first)})
     assert draw(hooks, asked, max_tokens=1, temperature=0.0, stop_token_ids=stops) == [[]] * 8
-
-
-def test_the_end_does_not_stop_unless_it_is_listed(hooks, contexts):
-    asked = contexts(40, 3, 20)
-    drawn = draw(hooks, asked, max_tokens=12, temperature=100.0)  # hardly any token is unlikely
-    assert {len(ids) for ids in drawn} == {12}
-    assert draw(hooks, asked, max_tokens=12, stop_token_ids=frozenset({5})) == [None] * 40
 
 
 def test_more_draws_than_the_pool_holds(hooks, contexts):
@@ -172,10 +149,11 @@ def test_a_draw_that_fails_leaves_nothing_in_flight(hooks, contexts, monkeypatch
     assert [len(ids) for ids in draw(hooks, asked, max_tokens=5)] == [5] * 4
 
 
-def test_seeds_and_both_cuts_are_left_to_the_core(hooks, contexts):
+def test_seeds_both_cuts_and_stops_without_the_end_are_left_to_the_core(hooks, contexts):
     asked = contexts(2, 3, 20)
     assert draw(hooks, asked, max_tokens=2, seed=1) == [None] * 2
     assert draw(hooks, asked, max_tokens=2, top_k=5, top_p=0.5) == [None] * 2
+    assert draw(hooks, asked, max_tokens=2, stop_token_ids=frozenset({5})) == [None] * 2
 
 
 def request(context, **params):

@@ -12,7 +12,6 @@ import torch
 from attrs import evolve
 from vllm.v1.engine.exceptions import EngineDeadError as DeadEngine
 
-from genlm.conformance.agreement import expect_frequencies, single_tokens
 from genlm.conformance.declaration import failing_forward
 from genlm.core.errors import EngineDeadError, EngineError, UnsupportedError
 from genlm.core.types import Query, SamplingParams, ScoreRequest
@@ -203,14 +202,7 @@ def test_what_vllm_would_draw_wrongly_on_a_cpu_is_left_to_the_core(engine, param
 @pytest.mark.parametrize("cut", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.5}])
 def test_draws_come_at_the_frequencies_of_the_row(engine, cut):
     """The tokenizer has fewer tokens than the row: what it has not is never drawn."""
-    query, params = Query(text(0, 10)), SamplingParams(max_tokens=1, **cut)
-    (row,) = engine.ask(query)
-    mass = (row[: len(engine.tokenizer)].double() / params.temperature).softmax(0)
-    kept = mass.argsort(descending=True)[: params.top_k]
-    kept = kept[: int((mass[kept].cumsum(0) < (params.top_p or 1)).sum()) + 1]
-    left = torch.zeros_like(mass).index_copy(0, kept, mass[kept] / mass[kept].sum())
-    drawn = engine.draw([query] * 1000, [params] * 1000)
-    expect_frequencies(f"draws with {cut}", drawn, single_tokens(left))
+    engine.check_frequencies(Query(text(0, 10)), **cut)
 
 
 # --- scoring --------------------------------------------------------------------------------------

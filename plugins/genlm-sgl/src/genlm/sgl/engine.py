@@ -49,8 +49,6 @@ class SglEngine:
             answers = self._receive(queries, samples)
             if self._in_flight:
                 answers += self._advance()
-            if not self._in_flight:
-                self._settle()
             return answers
         except Exception:
             self._recover()
@@ -77,12 +75,6 @@ class SglEngine:
         for key in [key for key, request in self._in_flight.items() if request in gone]:
             del self._in_flight[key]
             self.scheduler.abort(key)
-
-    def _settle(self) -> None:
-        """Step until SGLang is idle: it releases dropped requests that run only in its next
-        step."""
-        while self.scheduler.is_busy and self.scheduler.step() is not None:
-            pass
 
     def _submit(self, request: Request, draw: Mapping[str, Any] | None = None) -> None:
         self._asked += 1
@@ -128,7 +120,14 @@ class SglEngine:
     @hookimpl
     def genlm_clear_kv_cache(self) -> None:
         self._pinned.clear()
+        self._settle()
         self.scheduler.flush()
+
+    def _settle(self) -> None:
+        """Step until SGLang is idle: it releases dropped requests that run only in its next
+        step."""
+        while self.scheduler.step() is not None:
+            pass
 
     def evaluate_alone(self, query: Query) -> Any:
         """The row of a query while nothing else is in flight."""

@@ -63,9 +63,8 @@ class Scheduler:
         if model_parallel_is_initialized() or torch.distributed.is_initialized():
             raise BackendUnavailableError(
                 "SGLang keeps its configuration and its process group in globals, so a process can "
-                "hold one SGLang model "
-                "and no torch.distributed group besides; close the other model first, or use "
-                "another process"
+                "hold one SGLang model and no torch.distributed group besides; close the other "
+                "model first, or use another process"
             )
         try:
             with preserved_random_state():
@@ -88,10 +87,9 @@ class Scheduler:
     def _require_room(self) -> None:
         if self.longest_prompt < 1:
             raise InvalidOptionError(
-                "SGLang, which keeps some tokens for itself, has no room for a prompt in a pool "
-                f"of {self.pool_tokens} "
-                f"tokens and a context length of {self._scheduler.model_config.context_len}; give "
-                "larger engine options "
+                "SGLang, which keeps some tokens for itself, has no room for a prompt in a pool of "
+                f"{self.pool_tokens} tokens and a context length of "
+                f"{self._scheduler.model_config.context_len}; give larger engine options "
                 "max_total_tokens and context_length"
             )
 
@@ -216,18 +214,6 @@ class Scheduler:
         with self._on_its_stream():
             self._scheduler.abort_request(AbortReq(rid=key))
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request waits or runs."""
-        scheduler = self._scheduler
-        batches = (scheduler.running_batch, scheduler.last_batch)
-        running = [request for batch in batches if batch is not None for request in batch.reqs]
-        return (
-            bool(scheduler.waiting_queue)
-            or scheduler.chunked_req is not None
-            or not all(request.finished() for request in running)
-        )
-
     def _before_sampling(self, sampler: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         if self._rows_wanted:
             self._rows = _log_probabilities(arguments[0].next_token_logits)
@@ -245,10 +231,9 @@ class Scheduler:
         if not self._scheduler.waiting_queue:
             raise EngineError(
                 f"SGLang gave up a draw half way: its pool of {self.pool_tokens} tokens is full, "
-                "of which pinned prefixes "
-                f"hold {self.locked_tokens}; ask for fewer max_tokens, call clear_kv_cache(), or "
-                "load the model with a "
-                "larger engine option max_total_tokens"
+                f"of which pinned prefixes hold {self.locked_tokens}; ask for fewer max_tokens, "
+                "call clear_kv_cache(), or load the model with a larger engine option "
+                "max_total_tokens"
             )
         request = self._scheduler.waiting_queue[0]
         self.abort(str(request.rid))

@@ -51,6 +51,7 @@ class SglLoraEngine(SglEngine):
 
     @hookimpl
     def genlm_remove_lora(self, adapter: Adapter) -> bool:
+        self._settle()
         for query in [query for query in self._pinned if query.adapter == adapter]:
             self.scheduler.unlock(self._pinned.pop(query))
         self.scheduler.unload_adapter(adapter_id(adapter))
