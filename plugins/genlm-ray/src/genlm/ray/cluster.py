@@ -77,9 +77,8 @@ def connect(ray: Any, address: str) -> None:
             importlib.import_module("grpc")
         except ImportError as error:
             raise BackendUnavailableError(
-                f"address={address!r} is Ray's client, which needs grpcio; "
-                "pip install 'ray[client]', or run the program on a machine of the cluster and "
-                "give host:port"
+                f"address={address!r} is Ray's client, which needs grpcio; pip install "
+                "'ray[client]', or run the program on a machine of the cluster and give host:port"
             ) from error
     try:
         if address != LOCAL:  # Ray itself waits for minutes where nothing listens

@@ -113,10 +113,9 @@ class RayEngine:
             return described
         ready = sum(member.ready for member in self._fleet.members)
         raise BackendUnavailableError(
-            f"{ready} of {len(self.model)} replicas were ready after "
-            f"start_timeout={patience:g} seconds; the cluster has "
-            f"{self._cluster.ray.available_resources()} free, and each replica asks for "
-            f"{self._options.actor_options(0)}; ask for less, or wait longer"
+            f"{ready} of {len(self.model)} replicas were ready after start_timeout={patience:g} "
+            f"seconds; the cluster has {self._cluster.ray.available_resources()} free, and each "
+            f"replica asks for {self._options.actor_options(0)}; ask for less, or wait longer"
         )
 
     # --- on the fleet's thread --------------------------------------------------------------------

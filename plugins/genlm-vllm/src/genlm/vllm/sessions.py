@@ -89,17 +89,15 @@ class Sessions:
         wanted = self.pinned_tokens + self._footprint(query.length)
         if wanted + self._footprint(self._longest) > self._capacity:
             raise EngineError(
-                f"pinning {query.length} more tokens would hold {wanted} of the "
-                f"{self._capacity} tokens that the "
-                f"key/value cache has, and {self._longest} must stay free; call clear_kv_cache(), "
-                "or load with a larger "
-                "kv_cache_memory_bytes or gpu_memory_utilization, or with a smaller max_model_len"
+                f"pinning {query.length} more tokens would hold {wanted} of the {self._capacity} "
+                f"tokens that the key/value cache has, and {self._longest} must stay free; call "
+                "clear_kv_cache(), or load with a larger kv_cache_memory_bytes or "
+                "gpu_memory_utilization, or with a smaller max_model_len"
             )
         if len(self._pinned) >= self._limit:
             raise EngineError(
                 f"{len(self._pinned)} prefixes are pinned, and the limit is {self._limit}; call "
-                "clear_kv_cache(), or "
-                "load with a larger max_num_seqs"
+                "clear_kv_cache(), or load with a larger max_num_seqs"
             )
 
     def pin(self, session: VllmRequest) -> None:
