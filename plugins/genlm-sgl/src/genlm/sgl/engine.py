@@ -10,7 +10,7 @@ from genlm.core.checks import describe_error
 from genlm.core.logs import get_logger
 from genlm.core.types import Request, SampleRequest
 from genlm.kit.memory import lower
-from genlm.sgl.internals import Finished, Scheduler
+from genlm.sgl.internals import Scheduler
 from genlm.sgl.sampling import native_draw
 
 log = get_logger()
@@ -94,9 +94,9 @@ class SglEngine:
             key, needed = self.scheduler.refuse_next()
             return [Answer(self._in_flight.pop(key), self._does_not_fit(needed))]
         return [
-            Answer(request, _result(request, each))
-            for each in finished
-            if (request := self._in_flight.pop(each.key, None))  # else it has been dropped
+            Answer(self._in_flight.pop(key), result)
+            for key, result in finished.items()
+            if key in self._in_flight  # else it has been dropped
         ]
 
     def _does_not_fit(self, needed: int) -> EngineError:
@@ -161,12 +161,6 @@ class SglEngine:
         self._pinned.clear()
         del self.model
         self.scheduler.close()
-
-
-def _result(request: Request, finished: Finished) -> Any:
-    if finished.failure is not None:
-        return EngineError(f"SGLang aborted the request: {finished.failure}")
-    return finished.drawn if isinstance(request, SampleRequest) else finished.row
 
 
 def adapter_id(adapter: Adapter) -> str:

@@ -15,29 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import frozen
 
 from genlm.core.errors import BackendUnavailableError, EngineError, InvalidOptionError
 from genlm.sgl import attention
 from genlm.sgl.construction import construct, preserved_random_state, release_globals
 from genlm.sgl.repairs import Limit, repair
-
-
-@frozen(eq=False)
-class Finished:
-    """A request that left the scheduler.
-
-    Attributes:
-        key: The request's name.
-        row: ``[vocab_size]`` float32; ``None`` or meaningless after a draw.
-        drawn: The ids drawn, without the stop token.
-        failure: Why SGLang aborted the request; then ignore the other attributes.
-    """
-
-    key: str
-    row: torch.Tensor | None
-    drawn: list[int]
-    failure: str | None
 
 
 class Scheduler:
@@ -180,8 +162,12 @@ class Scheduler:
         )
         self._scheduler.process_input_requests([request])
 
-    def step(self) -> list[Finished] | None:
-        """Run the batch that the scheduler chooses; ``None`` if it can run nothing."""
+    def step(self) -> dict[str, Any] | None:
+        """Run the batch that the scheduler chooses; ``None`` if it can run nothing.
+
+        Returns:
+            The results of the requests that it finished, by their keys.
+        """
         scheduler = self._scheduler
         with self._on_its_stream():
             batch = self._next_batch()
@@ -200,11 +186,11 @@ class Scheduler:
         if rows is not None and rows.is_cuda:
             # This thread's own stream reads them: SGLang must not reuse their memory before that.
             rows.record_stream(torch.cuda.current_stream(rows.device))
-        return [
-            _finished(request, None if rows is None else rows[i])
+        return {
+            str(request.rid): _result(request, None if rows is None else rows[i])
             for i, request in enumerate(batch.reqs)
             if request.finished()
-        ]
+        }
 
     def abort(self, key: str) -> None:
         """Drop a request. A waiting one goes at once; the next step may still report a running one
@@ -429,13 +415,16 @@ def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
         return torch.log_softmax(logits.float(), dim=-1)
 
 
-def _finished(request: Any, row: torch.Tensor | None) -> Finished:
+def _result(request: Any, row: torch.Tensor | None) -> Any:
+    """The row, ``[vocab_size]`` float32; or the ids drawn, without the stop token; or an error."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    reason = request.finished_reason
-    aborted = isinstance(reason, FINISH_ABORT)  # SGLang has run something else instead
+    if isinstance(request.finished_reason, FINISH_ABORT):  # SGLang has run something else instead
+        return EngineError(f"SGLang aborted the request: {request.finished_reason.message}")
+    if _wants_row(request):
+        return row
     drawn = list(request.output_ids)
     # For any reason: early releases name the length if the last allowed token is a stop.
     if drawn and drawn[-1] in (request.sampling_params.stop_token_ids or ()):
         drawn.pop()
-    return Finished(str(request.rid), row, drawn, failure=str(reason.message) if aborted else None)
+    return drawn
