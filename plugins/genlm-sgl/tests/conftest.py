@@ -100,8 +100,8 @@ class Hooks(Driven):
 
 @pytest.fixture(scope="module")
 def load_tiny(tiny: str) -> Iterator[Callable[..., Hooks]]:
-    """Loads the tiny model with given engine options; a process holds one, so the one before is
-    closed first."""
+    """Loads a model, the tiny one unless another is given, with engine options; a process holds
+    one, so the one before is closed first."""
     from genlm.sgl.loading import load
 
     loaded: list[Hooks] = []
@@ -111,9 +111,10 @@ def load_tiny(tiny: str) -> Iterator[Callable[..., Hooks]]:
             hooks.genlm_close()
         loaded.clear()
 
-    def make(**engine_opts) -> Hooks:
+    def make(folder=tiny, **engine_opts) -> Hooks:
         close()
-        loaded.append(Hooks(load(tiny, {"engine_opts": {"max_total_tokens": 4096, **engine_opts}})))
+        options = {"engine_opts": {"max_total_tokens": 4096, **engine_opts}}
+        loaded.append(Hooks(load(folder, options)))
         return loaded[0]
 
     yield make

@@ -11,9 +11,6 @@ from sgl_torch_cpu import without_pinned_memory
 
 from genlm.core import Adapter, EngineError, Query, SamplingParams
 from genlm.core.types import SampleRequest
-from genlm.sgl.loading import load
-
-from .conftest import Hooks
 
 END = 256
 
@@ -24,12 +21,10 @@ def folders(make_adapter):
 
 
 @pytest.fixture(scope="module")
-def hooks(tiny_without_padding, folders):
+def hooks(load_tiny, tiny_without_padding, folders):
     options = {"max_total_tokens": 600, "max_running_requests": 16, "enable_lora": True}
     with without_pinned_memory():
-        hooks = Hooks(load(tiny_without_padding, {"engine_opts": options}))
-        yield hooks
-        hooks.genlm_close()
+        yield load_tiny(tiny_without_padding, **options)
 
 
 def ask(hooks, context, adapter=None):

@@ -9,17 +9,11 @@ import torch
 
 from genlm.core import Query, SamplingParams
 from genlm.core.types import Request, SampleRequest
-from genlm.sgl.loading import load
-
-from .conftest import Hooks
 
 
 @pytest.fixture(scope="module")
-def hooks(tiny_without_padding):
-    engine_opts = {"max_total_tokens": 4096, "chunked_prefill_size": 32}
-    engine = load(tiny_without_padding, {"engine_opts": engine_opts})
-    yield Hooks(engine)
-    engine.genlm_close()
+def hooks(load_tiny, tiny_without_padding):
+    return load_tiny(tiny_without_padding, chunked_prefill_size=32)
 
 
 @pytest.mark.parametrize("length", [20, 50])
