@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import define, field
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,17 +36,14 @@ Shapes = Mapping[str, tuple[int, int]]
 #: The version of the adapter of each row; 0 is none.
 Versions = Sequence[int] | np.ndarray
 
-
-@define
-class Selection:
-    """The rows of the next forward pass by the version of their adapter, without those that have
-    none; ``None`` is all. The adapters set it, all layers read it."""
-
-    rows: Mapping[int, mx.array | None] = field(factory=dict)
+#: The rows of the next forward pass by the version of their adapter, without those that have none;
+#: ``None`` is all.
+Selection = dict[int, mx.array | None]
 
 
 class RowLoRA(nn.Module):  # type: ignore[misc]
-    """A linear layer that adds to every row the result of the row's adapter."""
+    """A linear layer that adds to every row the result of the row's adapter. The adapters set the
+    selection, all layers read it."""
 
     def __init__(self, base: Any, selection: Selection) -> None:
         super().__init__()
@@ -57,7 +53,7 @@ class RowLoRA(nn.Module):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.base(x)
-        for version, rows in self._selection.rows.items():
+        for version, rows in self._selection.items():
             if version not in self._weights:
                 continue
             a, b = self._weights[version]
@@ -76,17 +72,16 @@ class Adapters:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._selection = Selection()
+        self._selection: Selection = {}
 
     def select(self, versions: Versions) -> None:
         """Set the adapter of each row of the next forward pass."""
         each = np.asarray(versions)
         found = np.unique(each).tolist()
-        self._selection.rows = {
-            version: mx.array(np.flatnonzero(each == version), mx.int32) if found[1:] else None
-            for version in found
-            if version
-        }
+        self._selection.clear()
+        for version in filter(None, found):
+            rows = mx.array(np.flatnonzero(each == version), mx.int32) if found[1:] else None
+            self._selection[version] = rows
 
     def add(self, adapter: Adapter, contents: AdapterFolder | MlxFolder) -> None:
         """Load an adapter.
@@ -130,8 +125,8 @@ class Adapters:
         adapted = {name: (one.inputs, one.outputs) for name, one in adapter.modules.items()}
         _check(adapter.path, adapted, modules, shapes)
         adapter.require_whole(shapes)
-        self._require_same_weights(adapter, modules)
-        tensors = _tensors(adapter)
+        tensors: Mapping[str, mx.array] = mx.load(str(adapter.path / WEIGHTS))
+        self._require_same_weights(adapter, tensors, modules)
         return {
             name: (
                 tensors[module.down].T.astype(mx.float32),
@@ -142,7 +137,9 @@ class Adapters:
             for name, module in adapter.modules.items()
         }
 
-    def _require_same_weights(self, adapter: AdapterFolder, modules: Mapping[str, Any]) -> None:
+    def _require_same_weights(
+        self, adapter: AdapterFolder, tensors: Mapping[str, mx.array], modules: Mapping[str, Any]
+    ) -> None:
         """With LoRA on the output layer, PEFT also saves that layer of the model; it may be another
         model's.
 
@@ -150,7 +147,6 @@ class Adapters:
             InvalidAdapterError: it is another model's, or this model's weights are quantised, so
                 they cannot be compared.
         """
-        tensors = _tensors(adapter)
         for name, saved in adapter.saved_copies.items():
             layer = name.rpartition(".")[0]
             module = modules.get(layer)
@@ -210,8 +206,3 @@ def _check(folder: Path, adapted: Shapes, modules: Mapping[str, Any], shapes: Sh
                 f"{shape[1]} features, the model {shapes[name][0]} to {shapes[name][1]}; give one "
                 "made for this model"
             )
-
-
-def _tensors(adapter: AdapterFolder) -> Mapping[str, mx.array]:
-    tensors: Mapping[str, mx.array] = mx.load(str(adapter.path / WEIGHTS))
-    return tensors
