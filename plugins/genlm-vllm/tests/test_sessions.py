@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from genlm.core.context import Context
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Query
-from genlm.vllm.in_flight import VllmRequest
+from genlm.vllm.request import VllmRequest
 from genlm.vllm.sessions import Sessions
 
 A = Adapter("a", "/a", 1)

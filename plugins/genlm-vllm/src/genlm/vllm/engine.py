@@ -15,8 +15,9 @@ from genlm.core.hookspecs import hookimpl
 from genlm.core.logs import get_logger
 from genlm.core.types import Answer, Query, Request, SampleRequest, ScoreRequest
 from genlm.kit.memory import lower
-from genlm.vllm.in_flight import RequestsInFlight, VllmRequest
+from genlm.vllm.in_flight import RequestsInFlight
 from genlm.vllm.internals import EngineCore
+from genlm.vllm.request import VllmRequest
 from genlm.vllm.rows import Rows
 from genlm.vllm.sampling import draw_params, drawn_ids, row_params, vllm_draws
 from genlm.vllm.scoring import scored, scores, worth_scoring
@@ -105,14 +106,15 @@ class VllmEngine:
         tokens = self._core.footprint(prompt.length + drawn - 1)
         return VllmRequest(request, prompt, f"genlm-{next(self._numbers)}", tokens, resumable)
 
-    def _launch(self, request: VllmRequest) -> None:
+    def _launch(self, request: VllmRequest, *, pinned: bool = False) -> None:
         """Let vLLM work on a request: continue a live session, or start a new one."""
         prompt = request.prompt
-        session = self._sessions.take(prompt) if request.resumable else None
+        session = self._sessions.take(prompt) if request.resumable and not pinned else None
         if session is None:
+            request.params = self._params(request)
             # A cold query has its own cache salt, so that vLLM finds no key/value state for it.
             salt = f"cold-{request.request_id}" if prompt.cold else None
-            self._in_flight.launch(request, self._params(request), salt)
+            self._in_flight.launch(request, salt, pinned=pinned)
         else:
             self._in_flight.extend(request, session)
 
@@ -214,7 +216,7 @@ class VllmEngine:
         cache."""
         request = self._prepared(query)
         request.resumable = True
-        self._in_flight.launch(request, row_params(request.request_id), pinned=True)
+        self._launch(request, pinned=True)
         self._make_room()
         (answer,) = self._answers(self._in_flight.finish())
         if isinstance(answer.result, Exception):

@@ -20,16 +20,14 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from attrs import frozen
 
 from genlm.core.errors import BackendUnavailableError
-from genlm.core.types import Adapter
+from genlm.core.types import Adapter, TokenIds
 from genlm.kit.settings import rope_limits
 from genlm.vllm.forks import lacking
+from genlm.vllm.request import Output, VllmRequest
 from genlm.vllm.running import RunningSessions, running_sessions
 from genlm.vllm.streams import EngineStream
-
-TokenIds = tuple[int, ...]
 
 PROCESS_SWITCH = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
@@ -47,26 +45,6 @@ REQUEST_FIELDS = (
 OUTPUT_FIELDS = ("request_id", "new_token_ids", "finish_reason", "new_prompt_logprobs_tensors")
 
 LIVENESS = 1.0  # seconds between checks whether a silent engine process is alive
-
-
-@frozen
-class Output:
-    """What one step gave one request.
-
-    Attributes:
-        request_id: The request.
-        token_ids: The tokens drawn in this step; empty while a prompt is still being computed.
-        finished: Why vLLM ended the request (``"stop"``, ``"length"``, ``"error"``, ...); ``None``
-            if it did not.
-        prompt_logprobs: ``[prompt - 1]`` float32, of every prompt token except the first, given
-            those before it; only for a request that wants them, in the step that completes its
-            prompt.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    finished: str | None
-    prompt_logprobs: torch.Tensor | None = None
 
 
 def _unsupported(reason: str) -> BackendUnavailableError:
@@ -170,43 +148,46 @@ class EngineCore:
             self._running = running_sessions(self._client.engine_core, self.max_loras)
 
     def add(
-        self,
-        request_id: str,
-        token_ids: TokenIds,
-        params: Any,
-        adapter: Adapter | None,
-        *,
-        resumable: bool = False,
-        cache_salt: str | None = None,
-        pinned: bool = False,
+        self, request: VllmRequest, cache_salt: str | None = None, *, pinned: bool = False
     ) -> None:
-        """Hand over a request; with the id of an idle paused one, ``token_ids`` are the tokens to
-        append to it."""
+        """Hand over a request.
+
+        Args:
+            request: The request.
+            cache_salt: Only requests with the same salt share key/value state.
+            pinned: Whether it will be held, but never extended.
+        """
+        resumable = request.resumable
         if resumable and not pinned and self._running is not None:
-            self._running.add(request_id)
+            self._running.add(request.request_id)
             resumable = False
-        request = self._request_type(
-            request_id=request_id,
+        self._add(request, request.prompt.token_ids, resumable, cache_salt)
+
+    def extend(self, request: VllmRequest, token_ids: TokenIds) -> None:
+        """Append tokens to an idle session, of whose id the request is."""
+        if self._running is not None:
+            self._running.extend(request.request_id, list(token_ids))
+        else:
+            self._add(request, token_ids, True, None)
+
+    def _add(
+        self, request: VllmRequest, token_ids: TokenIds, resumable: bool, salt: str | None
+    ) -> None:
+        """With the id of an idle paused request, the tokens are appended to it."""
+        adapter = request.prompt.adapter
+        added = self._request_type(
+            request_id=request.request_id,
             prompt_token_ids=list(token_ids),
             mm_features=None,
-            sampling_params=params,
+            sampling_params=request.params,
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=adapter and self._lora_requests[adapter.version],
-            cache_salt=cache_salt,
+            cache_salt=salt,
             data_parallel_rank=None,
             resumable=resumable,
         )
-        self._client.add_request(request)
-
-    def extend(
-        self, request_id: str, token_ids: TokenIds, params: Any, adapter: Adapter | None
-    ) -> None:
-        """Append tokens to an idle session."""
-        if self._running is not None:
-            self._running.extend(request_id, list(token_ids))
-        else:
-            self.add(request_id, token_ids, params, adapter, resumable=True)
+        self._client.add_request(added)
 
     @property
     def sessions_run(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from genlm.core.errors import EngineError
-from genlm.core.types import Query, ScoreRequest
-from genlm.vllm.internals import EngineCore, TokenIds
+from genlm.core.types import Query, ScoreRequest, TokenIds
+from genlm.vllm.internals import EngineCore
 
 
 def scored(request: ScoreRequest) -> Query:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Query
-from genlm.vllm.in_flight import VllmRequest
+from genlm.vllm.request import VllmRequest
 
 
 class Sessions:

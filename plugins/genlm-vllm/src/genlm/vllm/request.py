@@ -1,0 +1,73 @@
+"""One request in vLLM, and what a step gives it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+
+from genlm.core.types import Query, Request, SampleRequest
+
+
+@frozen
+class Output:
+    """What one step gave one request.
+
+    Attributes:
+        request_id: The request.
+        token_ids: The tokens drawn in this step; empty while a prompt is still being computed.
+        finished: Why vLLM ended the request (``"stop"``, ``"length"``, ``"error"``, ...); ``None``
+            if it did not.
+        prompt_logprobs: ``[prompt - 1]`` float32, of every prompt token except the first, given
+            those before it; only for a request that wants them, in the step that completes its
+            prompt.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finished: str | None
+    prompt_logprobs: torch.Tensor | None = None
+
+
+@define(eq=False)
+class VllmRequest:
+    """One request in vLLM: in flight, or answered and held for more tokens, as a live session.
+
+    Attributes:
+        request: As the core admitted it.
+        prompt: What vLLM computes: the context, and for a score also the continuation without its
+            last token.
+        request_id: Its id in vLLM; its row is captured under it.
+        tokens: The most tokens that it takes in the key/value cache, with those that it may still
+            draw.
+        resumable: Whether vLLM keeps it when it is finished, for more tokens.
+        params: vLLM's sampling parameters.
+        drawn: The tokens drawn so far.
+        failure: Why vLLM ended it without drawing anything.
+        prompt_logprobs: Those of its prompt's tokens from the second on, if it wants them and its
+            prompt is computed.
+    """
+
+    request: Request
+    prompt: Query
+    request_id: str
+    tokens: int
+    resumable: bool = False
+    params: Any = field(init=False, default=None)
+    drawn: list[int] = field(init=False, factory=list)
+    failure: str | None = field(init=False, default=None)
+    prompt_logprobs: torch.Tensor | None = field(init=False, default=None)
+
+    @property
+    def wants_row(self) -> bool:
+        return not isinstance(self.request, SampleRequest)
+
+    def take(self, output: Output) -> bool:
+        """Note the result of a step. ``True`` when the request is finished."""
+        self.drawn += output.token_ids
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finished is not None and not self.drawn:
+            self.failure = output.finished
+        return output.finished is not None or (self.resumable and bool(self.drawn))
