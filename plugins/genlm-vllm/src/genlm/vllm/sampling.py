@@ -55,8 +55,7 @@ def vllm_draws(request: SampleRequest, core: EngineCore) -> bool:
     seed.
 
     It does not at temperatures that it raises or refuses. And on a CPU it fails on a seeded prompt
-    that it computes in chunks, also after it has preempted a draw; 0.28 ignores seeds there if a
-    request without one is in the same step.
+    that it computes in chunks, also after it has preempted a draw.
     """
     params = request.params
     if params.seed is not None and core.device_type == "cpu":
