@@ -18,9 +18,10 @@ from genlm.core import (
 )
 from genlm.core.adapters import AdapterRegistry
 from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
-from genlm.core.types import Adapter, Answer
+from genlm.core.types import Adapter
 
 from .conftest import PATIENCE
+from .doubles import Elsewhere, Plain
 
 
 def expected(context, path=None):
@@ -154,16 +155,35 @@ def test_the_path_of_an_adapter():
         registry.new("a", None)
 
 
+class Pinning(Elsewhere):
+    """Takes adapters, and notes what it is asked to pin."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked_to_pin = []
+
+    @hookimpl
+    def genlm_add_lora(self, adapter):
+        return True
+
+    genlm_remove_lora = genlm_add_lora
+
+    @hookimpl
+    def genlm_cache_prefix(self, query):
+        self.asked_to_pin.append(query)
+        return True
+
+
 def test_no_prefix_of_an_adapter_removed_meanwhile_is_pinned():
-    engine = WokenEngine(ByteTokenizer())
+    engine = Pinning()
     with AsyncLM(lambda: engine, backend="mock") as lm, ThreadPoolExecutor(3) as threads:
         lm.add_new_lora("path/a", "a")
         asked = threads.submit(lm.next_token_logprobs_sync, [1])
-        engine.wait_for_step()
+        engine.next_step()
         removed = threads.submit(lm.remove_lora, "a")
-        engine.wait_for_step()  # the removal has queued, and has woken the step before
+        engine.next_step()  # the removal has queued, and has woken the step before
         pinning = threads.submit(lm.cache_kv, [1, 2], lora_name="a")
-        engine.wait_for_step()  # and the pinning behind it
+        engine.next_step()  # and the pinning behind it
         engine.finish()
         removed.result()
         asked.result()
@@ -181,45 +201,6 @@ def test_a_draw_whose_adapter_is_removed_meanwhile_is_an_error(lm):
         asyncio.run(draw())
 
 
-class WokenEngine(MockEngine):
-    """Its steps last until something new waits for the engine thread, and finish nothing before
-    :meth:`finish`."""
-
-    def __init__(self, tokenizer):
-        super().__init__(tokenizer)
-        self.asked_to_pin = []
-        self._in_flight = []
-        self._steps = threading.Semaphore(0)
-        self._wakes = threading.Semaphore(0)
-        self._finishing = threading.Event()
-
-    def wait_for_step(self):
-        assert self._steps.acquire(timeout=PATIENCE), "the engine began no other step"
-
-    def finish(self):
-        self._finishing.set()
-        self._wakes.release()
-
-    @hookimpl
-    def genlm_step(self, queries):
-        self._in_flight += queries
-        if not self._finishing.is_set():
-            self._steps.release()
-            assert self._wakes.acquire(timeout=PATIENCE), "nothing woke the step"
-            return []
-        finished, self._in_flight = self._in_flight, []
-        return [Answer(query, self.row(query)) for query in finished]
-
-    @hookimpl
-    def genlm_wake(self):
-        self._wakes.release()
-
-    @hookimpl
-    def genlm_cache_prefix(self, query):
-        self.asked_to_pin.append(query)
-        return True
-
-
 def test_a_removed_adapter_leaves_the_engine():
     engine = MockEngine(ByteTokenizer())
     with AsyncLM(lambda: engine, backend="mock") as lm:
@@ -231,13 +212,6 @@ def test_a_removed_adapter_leaves_the_engine():
 
 
 def test_a_backend_without_lora_says_so():
-    class Plain:
-        tokenizer, vocab_size, max_context, device, model = ByteTokenizer(), 258, None, "cpu", None
-
-        @hookimpl
-        def genlm_next_token_logprobs(self, queries):
-            return torch.stack([hashed_row(query.token_ids, None, 258) for query in queries])
-
     with AsyncLM(Plain, backend="plain") as lm:
         with pytest.raises(
             UnsupportedError,

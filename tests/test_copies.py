@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from genlm.core import Answer, AsyncLM, cache, hookimpl
 from genlm.core.mock import ByteTokenizer
+from tools.launched import Launched
 
 WIDTH = len(ByteTokenizer())
-
-
-class Launched(TorchDispatchMode):
-    """Counts what would be a kernel on a device: not views, nor memory that nothing is written
-    into."""
-
-    count = 0
-
-    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returned = [one.alias_info for one in call._schema.returns]
-        views = any(alias is not None and not alias.is_write for alias in returned)
-        self.count += not (views or "empty" in call._schema.name)
-        return call(*args, **(kwargs or {}))
 
 
 class Engine:

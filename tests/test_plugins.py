@@ -26,8 +26,9 @@ from genlm.core import (
     plugins,
 )
 from genlm.core.cli import main
-from genlm.core.mock import ByteTokenizer
 from genlm.core.plugins import backend_names, choose_backend, find_backend
+
+from .doubles import Plain
 
 
 class Mine(AsyncLM):
@@ -232,14 +233,6 @@ def test_a_module_without_a_required_hook(install):
 # --- engines --------------------------------------------------------------------------------------
 
 
-class Engine:
-    tokenizer, vocab_size, max_context, device, model = ByteTokenizer(), 258, None, "cpu", None
-
-    @hookimpl
-    def genlm_next_token_logprobs(self, queries):
-        return torch.zeros(len(queries), 258).log_softmax(-1)
-
-
 @hookimpl
 def no_hook(self): ...
 
@@ -282,7 +275,7 @@ def test_an_engine_that_is_refused_is_closed(attributes, refusal, message):
     def genlm_close(self):
         closed.append(self)
 
-    refused = type("Refused", (Engine,), {"genlm_close": genlm_close, **attributes})
+    refused = type("Refused", (Plain,), {"genlm_close": genlm_close, **attributes})
     with pytest.raises(refusal, match=message):
         AsyncLM(refused, backend="x")
     assert len(closed) == 1
@@ -305,7 +298,7 @@ def test_an_engine_without_attributes_is_closed_and_a_failure_of_that_is_logged_
 def test_a_closed_model_lets_go_of_its_engine():
     class Weights: ...
 
-    class Heavy(Engine):
+    class Heavy(Plain):
         def __init__(self):
             self.model = Weights()
 
@@ -337,7 +330,7 @@ def test_supports_knows_the_hooks(mock, name, said):
 
 
 def test_a_result_of_the_wrong_form_is_the_plugins_fault():
-    class Wrong(Engine):
+    class Wrong(Plain):
         @hookimpl
         def genlm_next_token_logprobs(self, queries):
             return torch.zeros(len(queries), 10)
@@ -351,7 +344,7 @@ def test_a_result_of_the_wrong_form_is_the_plugins_fault():
 
 @pytest.mark.parametrize("width", [300, 258, 200])
 def test_rows_are_brought_to_the_width_of_the_byte_vocabulary(width):
-    class Padded(Engine):
+    class Padded(Plain):
         vocab_size = width
 
         @hookimpl
@@ -375,7 +368,7 @@ def test_a_changed_byte_vocabulary_changes_no_row(mock, change):
 
 
 def test_rows_of_an_inference_mode_engine_may_be_written_into():
-    class Inference(Engine):
+    class Inference(Plain):
         @hookimpl
         def genlm_next_token_logprobs(self, queries):
             with torch.inference_mode():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genlm.core import InvalidOptionError, InvalidQueryError, MockAsyncLM, hookimpl
+from genlm.core import InvalidOptionError, InvalidQueryError, MockAsyncLM
 from genlm.core.mock import MockEngine
 from genlm.core.scoring import rolling_windows
+
+from .doubles import Processor
 
 PROMPTS = [[1, 2], [1, 2], [3], [3], [4]]
 
@@ -36,18 +38,13 @@ class Tied(Certain):
     likely = (7, 9)
 
 
-class Reversed:
-    @hookimpl
-    def genlm_process_logprobs(self, rows):
-        return rows.flip(-1)
-
-
 @pytest.fixture(params=["native", "rows", "hook"])
 def sharp(request, mock, monkeypatch):
     """The mock with its own scores, with the core's, and under a row hook."""
     if request.param == "rows":
         monkeypatch.delattr(MockEngine, "genlm_sequence_logprobs")
-    return mock(Sharp, wrappers=[Reversed()] if request.param == "hook" else [])
+    flip = Processor(lambda _, rows: rows.flip(-1))
+    return mock(Sharp, wrappers=[flip] if request.param == "hook" else [])
 
 
 def greedy(lm, prompt, length):

@@ -15,6 +15,8 @@ from genlm.conformance import ConformanceSuite
 from genlm.core import hookimpl
 from tools.soak import Soak, held
 
+from .doubles import Processor
+
 pytestmark = pytest.mark.any_version
 
 #: A soak of an engine that does not return from its fifth call.
@@ -44,14 +46,6 @@ def soak(minutes: float = 0.02, patience: float = 120.0, **options: Any) -> Soak
     suite.adapters = {"first": "first", "second": "second"}
     suite.options, suite.patience = options, patience
     return Soak(suite, minutes, users=2, longest=60)
-
-
-class MixedUp:
-    """An engine that swaps two rows of a batch."""
-
-    @hookimpl
-    def genlm_process_logprobs(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.flip(0)
 
 
 class Failing:
@@ -97,7 +91,8 @@ def test_nothing_is_found_on_the_mock(continuous: bool) -> None:
 
 
 def test_swapped_rows_are_found(capsys: pytest.CaptureFixture[str]) -> None:
-    one = soak(minutes=1.0, wrappers=[MixedUp()], cache_size=0)
+    mixed_up = Processor(lambda _, rows: rows.flip(0))
+    one = soak(minutes=1.0, wrappers=[mixed_up], cache_size=0)
     assert not one.run()
     printed = capsys.readouterr().out
     assert "conformance.compare.Violation: " in printed

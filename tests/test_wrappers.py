@@ -18,9 +18,10 @@ from genlm.core import (
     hookimpl,
     load_model_by_name,
 )
-from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine, hashed_row
+from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
 
 from .conftest import gathered
+from .doubles import Processor, row_of
 
 engines = pytest.mark.parametrize("engine", [MockEngine, ContinuousMockEngine])
 
@@ -34,17 +35,6 @@ def opened(engine, *wrappers, **options):
 def failing(engine):
     """An engine that fails on one context."""
     return engine(ByteTokenizer(), fail_on=lambda query: query.token_ids == (2,))
-
-
-class Processor:
-    """Changes rows by a function."""
-
-    def __init__(self, change):
-        self.change = change
-
-    @hookimpl
-    def genlm_process_logprobs(self, queries, rows):
-        return self.change(queries, rows)
 
 
 def same(queries, rows):
@@ -66,7 +56,7 @@ class Power:
 
 
 def test_wrappers_are_told_apart_by_identity():
-    expected = (4 * hashed_row([1], None, 258)).log_softmax(-1)
+    expected = (4 * row_of(1)).log_softmax(-1)
     once = Power(2)
     for given in ((Power(2), Power(2)), (once, once)):
         with opened(MockEngine, *given) as lm:
@@ -235,7 +225,7 @@ def test_a_processor_may_ask_another_model():
         return (rows + others).log_softmax(-1)
 
     with opened(MockEngine) as other, opened(ContinuousMockEngine, Processor(product)) as lm:
-        row = hashed_row([1], None, 258)
+        row = row_of(1)
         assert torch.allclose(lm.next_token_logprobs_sync([1]), (2 * row).log_softmax(-1))
 
 
@@ -398,7 +388,7 @@ def test_what_else_an_observer_returns_is_ignored(engine, how):
         rows = gathered(*map(lm.next_token_logprobs, contexts))
         assert lm.stats.failed_calls == 0
     for row, context in zip(rows, contexts, strict=True):
-        assert torch.equal(row, hashed_row(context, None, 258))
+        assert torch.equal(row, row_of(*context))
     assert wrapper.done
 
 
@@ -433,7 +423,7 @@ def test_an_observer_that_writes_into_what_it_sees_is_named(engine):
     with opened(engine, Interfering(spoil)) as lm:
         with pytest.raises(PluginError, match="Interfering" + written):
             lm.next_token_logprobs_sync([1])
-        assert torch.equal(lm.next_token_logprobs_sync([1]), hashed_row([1], None, 258))
+        assert torch.equal(lm.next_token_logprobs_sync([1]), row_of(1))
     with opened(engine, Pops()) as lm:
         for _ in range(2):
             with pytest.raises(PluginError, match=r"Pops: .* 'tuple' object has no attribute"):
@@ -447,7 +437,7 @@ def test_answers_may_come_from_a_generator():
             yield from self.advance(queries)
 
     with opened(Lazy, around(STEP), check=True) as lm:
-        assert torch.equal(lm.next_token_logprobs_sync([1]), hashed_row([1], None, 258))
+        assert torch.equal(lm.next_token_logprobs_sync([1]), row_of(1))
 
 
 class Refusing:
@@ -480,7 +470,7 @@ def test_a_wrapper_may_fail_requests_by_name(engine, others):
         row, refused, draw = gathered(
             lm.next_token_logprobs([1]), lm.next_token_logprobs([2]), lm.sample([2], 2, [], seed=1)
         )
-        assert torch.equal(row, hashed_row([1], None, 258))
+        assert torch.equal(row, row_of(1))
         for error in (refused, draw):
             assert isinstance(error, PluginError)
             assert "Refusing: genlm_" in str(error)

@@ -14,6 +14,8 @@ from genlm.core import AsyncLM, PluginError, Query, hookimpl
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
 from genlm.core.runtime.results import FIRST
 
+from ..doubles import Processor
+
 pytestmark = pytest.mark.any_version
 
 BAD = (7, 7)  # the context whose row is wrong
@@ -51,17 +53,6 @@ WRONG = {
     "nan": lambda row: row.index_fill(0, torch.tensor([3]), float("nan")),
     "or \\+inf": lambda row: row.index_fill(0, torch.tensor([3]), float("inf")),
 }
-
-
-class Wrapper:
-    """Makes other rows of those of the engine."""
-
-    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.change = change
-
-    @hookimpl
-    def genlm_process_logprobs(self, rows):
-        return self.change(rows)
 
 
 @pytest.mark.parametrize("base", [MockEngine, ContinuousMockEngine])
@@ -218,14 +209,14 @@ def test_after_some_right_rows_no_more_are_looked_at(load, base):
 
 @pytest.mark.parametrize("change", [lambda row: row / 0.5, torch.exp, lambda row: row * torch.nan])
 def test_the_first_rows_of_a_wrapper_are_looked_at(load, change):
-    lm = load(MockEngine, wrappers=[Wrapper(change)])
+    lm = load(MockEngine, wrappers=[Processor(lambda _, rows: change(rows))])
     for i in range(2 * FIRST):
         with pytest.raises(PluginError, match="a wrapper's genlm_process_logprobs returned"):
             lm.next_token_logprobs_sync([i])
 
 
 def test_a_wrapper_may_be_as_coarse_as_half_precision(load):
-    coarse = Wrapper(lambda rows: rows + 2e-3)
+    coarse = Processor(lambda _, rows: rows + 2e-3)
     load(MockEngine, wrappers=[coarse]).next_token_logprobs_sync([1])
     with pytest.raises(PluginError, match=r"to 0 within 0\.0001"):
         load(MockEngine, wrappers=[coarse], check=True).next_token_logprobs_sync([1])
@@ -233,7 +224,8 @@ def test_a_wrapper_may_be_as_coarse_as_half_precision(load):
 
 def test_a_wrapper_may_leave_a_row_without_mass(load):
     """As one that knows no way on."""
-    lm = load(MockEngine, wrappers=[Wrapper(lambda rows: torch.full_like(rows, -torch.inf))])
+    lost = Processor(lambda _, rows: torch.full_like(rows, -torch.inf))
+    lm = load(MockEngine, wrappers=[lost])
     assert lm.next_token_logprobs_sync([1]).isneginf().all()
 
 

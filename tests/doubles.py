@@ -1,0 +1,102 @@
+"""Engines and wrappers that several tests of the core take."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+
+import torch
+
+from genlm.core import Answer, hookimpl
+from genlm.core.mock import ByteTokenizer, hashed_row
+from genlm.core.types import SampleRequest
+
+from .conftest import PATIENCE
+
+
+class Processor:
+    """Changes rows by a function."""
+
+    def __init__(self, change):
+        self.change = change
+
+    @hookimpl
+    def genlm_process_logprobs(self, queries, rows):
+        return self.change(queries, rows)
+
+
+class Plain:
+    """An engine with nothing but rows."""
+
+    tokenizer, vocab_size, max_context, device, model = ByteTokenizer(), 258, None, "cpu", None
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries):
+        return torch.stack([row_of(*query.token_ids) for query in queries])
+
+
+def row_of(*token_ids):
+    return hashed_row(token_ids, None, 258)
+
+
+def result_of(request):
+    if isinstance(request, SampleRequest):
+        return [1] * request.params.max_tokens
+    return row_of(*request.token_ids)
+
+
+class Elsewhere:
+    """An engine whose work happens elsewhere: ``genlm_step`` waits for :meth:`finish`, or is
+    woken."""
+
+    tokenizer, vocab_size, max_context, device, model = ByteTokenizer(), 258, None, "cpu", None
+
+    def __init__(self):
+        self.in_flight = {}
+        self.steps = queue.SimpleQueue()  # of every step: what it admitted, and what it dropped
+        self.cleared = 0
+        self._events = queue.SimpleQueue()
+
+    @hookimpl
+    def genlm_step(self, queries, samples, dropped):
+        for request in dropped:
+            del self.in_flight[request]
+        newcomers = [*queries, *samples]
+        self.in_flight.update(dict.fromkeys(newcomers))
+        self.steps.put((newcomers, list(dropped)))
+        happened = self._events.get(timeout=PATIENCE)
+        if happened is None:  # woken
+            return []
+        if isinstance(happened, Exception):
+            self.in_flight.clear()
+            raise happened
+        finished, self.in_flight = self.in_flight, {}
+        return [Answer(request, result_of(request)) for request in finished]
+
+    @hookimpl
+    def genlm_wake(self):
+        self._events.put(None)
+
+    @hookimpl
+    def genlm_clear_kv_cache(self):
+        assert not self.in_flight
+        self.cleared += 1
+
+    # --- for the test -----------------------------------------------------------------------------
+
+    def finish(self):
+        """Answer everything in the step under way."""
+        self._events.put("finished")
+
+    def fail(self, error):
+        self._events.put(error)
+
+    def next_step(self):
+        return self.steps.get(timeout=PATIENCE)
+
+    async def step_with(self, what):
+        """The next step that admits (0) or drops (1) something; and what."""
+        while True:
+            step = await asyncio.to_thread(self.next_step)
+            if step[what]:
+                return step[what]
