@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
 import sys
 import textwrap
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 from genlm.core import MockAsyncLM, Query
 from tools import any_speed  # noqa: F401
+from tools.entry_points import write_metadata
 
 #: How long a test waits for what must happen before it says that it did not, seconds.
 PATIENCE = 120.0
@@ -76,6 +78,17 @@ async def busy(lm: Any, gate: Gate, token_ids: Any, **options: Any) -> asyncio.F
     return asked
 
 
+def run_python(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a fresh interpreter; a hang is a failure."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
 def gathered(*asked: Coroutine[Any, Any, Any]) -> list[Any]:
     """What becomes of requests that are asked together: answers, and errors among them."""
 
@@ -123,14 +136,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         preference: int = 0,
     ) -> None:
         folder = tmp_path / (distribution or name)
-        metadata = folder / f"{(distribution or name).replace('-', '_')}-1.2.dist-info"
-        metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {distribution or name}\nVersion: 1.2\n"
-        )
-        (metadata / "entry_points.txt").write_text(
-            f"[{group}]\n{name} = {target or f'plugin_{name}'}\n"
-        )
+        entry_points = {group: {name: target or f"plugin_{name}"}}
+        write_metadata(folder, distribution or name, "1.2", entry_points)
         if source is None:
             source = PLUGIN.format(unavailable=unavailable, preference=preference)
         (folder / f"plugin_{name}.py").write_text(textwrap.dedent(source))

@@ -10,6 +10,7 @@ import pytest
 from genlm.core import BackendNotFoundError, load_model_by_name
 from genlm.core.cli import main
 from genlm.core.installation import pip_install
+from tools.entry_points import write_metadata
 
 
 @pytest.fixture
@@ -17,9 +18,7 @@ def installed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Pretends that pip installed the core from there."""
 
     def pretend(url: str | None) -> None:
-        info = tmp_path / "site" / "genlm_core-0.1.0.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: genlm-core\nVersion: 0.1.0\n")
+        info = write_metadata(tmp_path / "site", "genlm-core", "0.1.0", {})
         if url is not None:
             (info / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": {}}))
         monkeypatch.syspath_prepend(str(info.parent))

@@ -10,9 +10,6 @@ import itertools
 import os
 import pickle
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import weakref
 from pathlib import Path
@@ -33,24 +30,13 @@ from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.runtime import batcher as module
 from genlm.core.runtime.batcher import Batcher, Executor
 
-from .conftest import PATIENCE, busy
+from .conftest import PATIENCE, busy, run_python
 from .lines import before_line, in_time
 
 pytestmark = pytest.mark.any_version
 
 #: The files of the core.
 CORE = str(Path(module.__file__).parents[1])
-
-
-def run_python(program: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a fresh interpreter; a hang is a failure."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 def engine_threads() -> list[threading.Thread]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -28,6 +26,7 @@ from genlm.core import (
 from genlm.core.cli import main
 from genlm.core.plugins import backend_names, choose_backend, find_backend
 
+from .conftest import run_python
 from .doubles import Plain
 
 
@@ -383,13 +382,10 @@ def test_rows_of_an_inference_mode_engine_may_be_written_into():
 
 def test_listing_backends_imports_no_engine():
     heavy = ["torch", "transformers", "vllm", "sglang", "mlx", "mlx_lm", "peft", "numba"]
-    program = f"""
-import sys
-from genlm.core.cli import main
-main(["backends"])
-print([name for name in {heavy} if name in sys.modules])
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
-    )
+    result = run_python(f"""
+        import sys
+        from genlm.core.cli import main
+        main(["backends"])
+        print([name for name in {heavy} if name in sys.modules])
+    """)
     assert result.stdout.splitlines()[-1] == "[]"

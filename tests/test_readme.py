@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.entry_points import write_metadata
+
 pytestmark = pytest.mark.any_version
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -29,12 +31,7 @@ def test_the_backend_of_the_readme_conforms(tmp_path: Path) -> None:
     package, file = module.split(".")
     (tmp_path / package).mkdir()
     (tmp_path / package / f"{file}.py").write_text(block(f"file: {package}/{file}.py", "python"))
-    metadata = tmp_path / f"{package}-{project['version']}.dist-info"  # as installed
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
-    )
-    (metadata / "entry_points.txt").write_text(f"[genlm.backends]\n{name} = {module}\n")
+    write_metadata(tmp_path, project["name"], project["version"], project["entry-points"])
     command = "import sys; from genlm.core.cli import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", command, "conformance", name, "--model", "any", "--quick"],

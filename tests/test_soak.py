@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any
@@ -15,6 +13,7 @@ from genlm.conformance import ConformanceSuite
 from genlm.core import hookimpl
 from tools.soak import Soak, held
 
+from .conftest import run_python
 from .doubles import Processor
 
 pytestmark = pytest.mark.any_version
@@ -132,7 +131,7 @@ def test_a_leak_of_bytes_is_found(kind: str) -> None:
 def test_a_call_that_hangs_is_shown(hook: str, calls: str) -> None:
     """Also that of the program itself, after its users."""
     program = STUCK.replace("HOOK", hook).replace("CALLS", calls)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ended = run_python(program)
     assert ended.returncode == 1
     # Who waits for a step says that it hangs; who is in a call that blocks cannot.
     assert hook in ended.stderr  # where

@@ -7,12 +7,13 @@ import gc
 import itertools
 import operator
 import pickle
-import subprocess
 import sys
 
 import pytest
 
 from genlm.core.tokenization import Token
+
+from ..conftest import run_python
 
 A = Token(1, b"a")
 OTHER_A = Token(2, b"a")
@@ -73,18 +74,15 @@ def test_wrong_types_are_refused() -> None:
 
 
 def test_tokens_are_small() -> None:
-    code = """
-import tracemalloc
-from genlm.core.tokenization import Token
-contents = [i.to_bytes(7, "big") for i in range(260_000)]
-tracemalloc.start()
-tokens = Token.vocabulary(contents)
-print(tracemalloc.get_traced_memory()[0])
-"""
     # In a process of its own: what tokens share must not depend on those made before.
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    result = run_python("""
+        import tracemalloc
+        from genlm.core.tokenization import Token
+        contents = [i.to_bytes(7, "big") for i in range(260_000)]
+        tracemalloc.start()
+        tokens = Token.vocabulary(contents)
+        print(tracemalloc.get_traced_memory()[0])
+    """)
     # From Python 3.12 on, every object with a __dict__ of its own takes 8 bytes more.
     bound = 192 if sys.version_info < (3, 12) else 200
     assert int(result.stdout) < 1.01 * bound * 260_000

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -15,7 +13,7 @@ import pytest
 from genlm.core import InvalidInputError, InvalidOptionError, ModelClosedError
 from genlm.core.trie import AsyncTokenCharacterTrie, ParallelTokenCharacterTrie, TokenCharacterTrie
 
-from ..conftest import PATIENCE
+from ..conftest import PATIENCE, run_python
 
 pytestmark = pytest.mark.any_version
 
@@ -183,34 +181,31 @@ def test_one_that_nobody_holds_any_more_ends_its_thread(vocabulary, weights):
 
 def test_a_forked_child_has_a_worker_of_its_own_whoever_held_the_lock():
     """And the interpreter ends quietly with a trie in use."""
-    program = """
-import asyncio, os, signal, threading, warnings
-from genlm.core.trie import AsyncTokenCharacterTrie
-# From Python 3.12 on, to fork a process with threads warns of what is tested here.
-warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
-trie = AsyncTokenCharacterTrie.from_vocab([b"a", b"ab"], backend="sequential")
-def works():
-    return asyncio.run(trie.weight_sum([0.25, 0.75]))[trie.trie.root] == 1.0
-assert works()
-held, forked = threading.Event(), threading.Event()
-def hold():
-    with trie._lock:
-        held.set()
-        forked.wait()
-threading.Thread(target=hold).start()
-held.wait()
-if child := os.fork():
-    forked.set()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-else:
-    signal.alarm(60)
-    assert works()
-    trie.shutdown()
-    assert works()
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
-    )
+    result = run_python("""
+        import asyncio, os, signal, threading, warnings
+        from genlm.core.trie import AsyncTokenCharacterTrie
+        # From Python 3.12 on, to fork a process with threads warns of what is tested here.
+        warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
+        trie = AsyncTokenCharacterTrie.from_vocab([b"a", b"ab"], backend="sequential")
+        def works():
+            return asyncio.run(trie.weight_sum([0.25, 0.75]))[trie.trie.root] == 1.0
+        assert works()
+        held, forked = threading.Event(), threading.Event()
+        def hold():
+            with trie._lock:
+                held.set()
+                forked.wait()
+        threading.Thread(target=hold).start()
+        held.wait()
+        if child := os.fork():
+            forked.set()
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        else:
+            signal.alarm(60)
+            assert works()
+            trie.shutdown()
+            assert works()
+    """)
     assert (result.stdout, result.stderr) == ("0\n", "")
 
 

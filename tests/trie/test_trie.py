@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -17,6 +15,8 @@ from hypothesis import strategies as st
 from genlm.core import InvalidInputError, InvalidOptionError, VocabularyError
 from genlm.core.tokenization import Token
 from genlm.core.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
+
+from ..conftest import run_python
 
 #: Where the kernel of accelerators is tested.
 DEVICE = os.environ.get("GENLM_TEST_DEVICE", "cpu:0")
@@ -146,18 +146,15 @@ def test_the_shape(items):
 
 def test_nothing_is_compiled_and_no_engine_imported():
     """So the first call of a process is as fast as any."""
-    code = """
-import sys
-import genlm.core.tokenization
-from genlm.core.trie import TokenCharacterTrie
-trie = TokenCharacterTrie([b"a", b"ab"])
-trie.weight_sum([0.5, 0.5])
-trie.batch_weight_max([[0.5, 0.5]])
-print({"llvmlite", "numba", "tokenizers", "torch"} & {*sys.modules})
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    result = run_python("""
+        import sys
+        import genlm.core.tokenization
+        from genlm.core.trie import TokenCharacterTrie
+        trie = TokenCharacterTrie([b"a", b"ab"])
+        trie.weight_sum([0.5, 0.5])
+        trie.batch_weight_max([[0.5, 0.5]])
+        print({"llvmlite", "numba", "tokenizers", "torch"} & {*sys.modules})
+    """)
     assert result.stdout.split() == ["set()"]
 
 
