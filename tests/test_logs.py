@@ -26,19 +26,6 @@ def test_silent_until_the_application_configures_structlog(capsys):
     assert [word for word in ("one", "two", "three", "four") if word in said] == ["three", "four"]
 
 
-def test_events_carry_their_fields():
-    log = get_logger()
-    with structlog.testing.capture_logs() as events:
-        log.info("backend.chosen", backend="hf")
-        try:
-            raise OSError("gone")
-        except OSError:
-            log.exception("engine.close_failed")
-    assert [event["event"] for event in events] == ["backend.chosen", "engine.close_failed"]
-    assert events[0]["backend"] == "hf"
-    assert events[1]["exc_info"]
-
-
 def test_a_logger_that_fails_harms_no_request(mock, capsys):
     def fail(logger, method, event):
         raise OSError("the log is full")

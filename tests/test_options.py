@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
-from genlm.core import AsyncLM, InvalidOptionError, hookimpl, load_model_by_name
+from genlm.core import AsyncLM, InvalidOptionError, PluginError, hookimpl, load_model_by_name
 from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.options import CoreOptions, refuse_unknown, unknown_argument
+
+from .doubles import Processor
 
 
 class Watcher:
@@ -76,10 +79,13 @@ def test_timeouts_that_are_accepted(timeout):
     ("value", "checks"),
     [*((off, False) for off in ("", "0", "false", "False", "NO", "off")), ("1", True)],
 )
-def test_the_environment_turns_checking_on_and_off(monkeypatch, value, checks):
+def test_the_environment_turns_checking_on_and_off(mock, monkeypatch, value, checks):
     monkeypatch.setenv("GENLM_CHECK", value)
-    assert (CoreOptions().violated is not None) == checks
-    assert CoreOptions(check=False).violated is None
+    coarse = Processor(lambda _, rows: rows + 2e-3)
+    assert mock(wrappers=[coarse], check=False).next_token_logprobs_sync([1]).shape == (258,)
+    refused = pytest.raises(PluginError, match="logsumexp") if checks else nullcontext()
+    with refused:
+        mock(wrappers=[coarse]).next_token_logprobs_sync([1])
 
 
 # --- names ----------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from attrs import asdict, evolve
 
-from genlm.core import Stats
 from genlm.core.runtime.timeline import STAGES, Timeline
 
 from .conftest import PATIENCE
@@ -16,12 +15,6 @@ from .conftest import PATIENCE
 def seconds():
     """A clock that moves on by itself: one second at every look."""
     return map(float, itertools.count(1)).__next__
-
-
-def test_every_stage_is_a_field_of_stats():
-    assert {f"{stage}_seconds" for stage in STAGES} == {
-        name for name in asdict(Stats()) if name.endswith("_seconds")
-    }
 
 
 def test_a_stage_adds_up():

@@ -15,8 +15,7 @@ import structlog
 import torch
 
 from genlm.core import Answer, AsyncLM, EngineDeadError, EngineError, ModelClosedError, hookimpl
-from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
-from genlm.core.types import ScoreRequest
+from genlm.core.mock import ByteTokenizer, ContinuousMockEngine
 
 from .conftest import PATIENCE, gathered
 from .doubles import Elsewhere, result_of, row_of
@@ -188,39 +187,28 @@ def test_a_wake_up_that_raises_harms_nobody_and_is_logged_once():
 # --- answers --------------------------------------------------------------------------------------
 
 
-def test_what_the_engine_declines_is_made_from_rows():
-    class Declines(ContinuousMockEngine):
-        @hookimpl
-        def genlm_step(self, queries, samples, scores, dropped):
-            declined = [Answer(request, None) for request in (*samples, *scores)]
-            return [*self.advance(queries, dropped), *declined]
-
-    async def ask(lm):
-        return await lm.sample([1], 3, [], seed=1), await lm.sequence_logprobs([1], [2, 3])
-
-    drawn, scores = run(Declines(ByteTokenizer()), ask)
-    expected, expected_scores = run(MockEngine(ByteTokenizer()), ask)
-    assert drawn == expected
-    assert torch.allclose(scores, expected_scores)
-
-
 def test_a_wrong_result_is_an_error_of_its_own_request():
     class Wrong(ContinuousMockEngine):
         def row(self, query):
             row = super().row(query)
             return row[:10] if query.token_ids == (13,) else row
 
-        def _result(self, request):
-            return torch.zeros(7) if isinstance(request, ScoreRequest) else super()._result(request)
+        def _draw(self, query, params):
+            return [-1] if query.token_ids == (13,) else super()._draw(query, params)
+
+        def _score(self, query, continuation):
+            return torch.zeros(7)
 
     with opened(Wrong(ByteTokenizer())) as (lm, _):
-        row, wrong_row, wrong_score, drawn = gathered(
+        row, drawn, wrong_row, wrong_draw, wrong_score = gathered(
             lm.next_token_logprobs([1]),
-            lm.next_token_logprobs([13]),
-            lm.sequence_logprobs([1], [2, 3]),
             lm.sample([1], 2, []),
+            lm.next_token_logprobs([13]),
+            lm.sample([13], 2, []),
+            lm.sequence_logprobs([1], [2, 3]),
         )
     assert "genlm_step returned shape (10,)" in str(wrong_row)
+    assert "genlm_step returned the token id -1" in str(wrong_draw)
     assert "genlm_step returned shape (7,)" in str(wrong_score)
     assert torch.equal(row, row_of(1))
     assert len(drawn) == 2

@@ -18,7 +18,6 @@ from genlm.core import (
     UnsupportedError,
     load_model_by_name,
 )
-from genlm.core.cli import main
 from genlm.core.mock import ByteTokenizer, MockEngine
 
 from .conftest import PATIENCE
@@ -65,13 +64,6 @@ def test_text_goes_in_and_out_after_closing_too(mock):
 def test_what_is_no_text_and_no_conversation_is_refused(mock, method, given, said):
     with pytest.raises(InvalidInputError, match=said):
         getattr(mock(), method)(given)
-
-
-def test_half_of_a_surrogate_pair_from_the_command_line(capsys):
-    assert main(["top", "mock", "ab\udcff", "--backend", "mock"]) != 0
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "text has '\\udcff' at 2, half of a surrogate pair" in said
 
 
 # --- the template of a conversation ---------------------------------------------------------------

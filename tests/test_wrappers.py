@@ -211,14 +211,6 @@ def test_a_wrapper_that_gives_its_own_plugin_error_is_quoted_as_it_is():
         lm.next_token_logprobs_sync([1])
 
 
-def test_the_check_looks_at_processed_rows():
-    with (
-        opened(MockEngine, Processor(lambda _, rows: 2 * rows), check=True) as lm,
-        pytest.raises(PluginError, match=r"a wrapper's genlm_process_logprobs .* normalise"),
-    ):
-        lm.next_token_logprobs_sync([1])
-
-
 def test_a_processor_may_ask_another_model():
     def product(queries, rows):
         others = other.batch_next_token_logprobs_sync([q.token_ids for q in queries])
