@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import subprocess
 import sys
 import textwrap
@@ -124,7 +125,7 @@ def mock(gate: Gate) -> Iterator[Callable[..., MockAsyncLM]]:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Install a distribution with one entry point."""
+    """Install a distribution with one entry point, for this process and those that it starts."""
 
     def install(
         name: str,
@@ -142,6 +143,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
             source = PLUGIN.format(unavailable=unavailable, preference=preference)
         (folder / f"plugin_{name}.py").write_text(textwrap.dedent(source))
         monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         monkeypatch.delitem(sys.modules, f"plugin_{name}", raising=False)
 
     return install

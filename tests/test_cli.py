@@ -23,8 +23,6 @@ from genlm.core.installation import pip_install
 from genlm.kit.doctor import accelerators
 from genlm.kit.processor import dtypes_verdict, threads_verdict, timings
 
-from .conformance.installed import pretend_installed
-
 GENLM = [sys.executable, "-m", "genlm.core"]
 ON_MOCK = ["mock", "Hello", "--backend", "mock"]
 
@@ -184,15 +182,13 @@ def genlm_load(model, options):
 """
 
 
-def test_text_is_printed_while_later_tokens_are_not_drawn_yet(tmp_path: Path):
-    pretend_installed(tmp_path, "waits", "genlm_waits", WAITS)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+def test_text_is_printed_while_later_tokens_are_not_drawn_yet(install):
+    install("waits", WAITS)
     process = subprocess.Popen(
         [*GENLM, "sample", "any", "x", "--backend", "waits", "--max-tokens", "5"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": path},
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -316,10 +312,8 @@ def test_backends_lists_what_is_installed_and_what_could_be(install, genlm):
 # --- bench ----------------------------------------------------------------------------------------
 
 
-def test_bench_measures_every_backend_and_says_why_one_cannot(genlm, monkeypatch, tmp_path: Path):
-    dies = BROKEN.format("os._exit(options['max_context'])")
-    pretend_installed(tmp_path, "dies", "genlm_dies", dies)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+def test_bench_measures_every_backend_and_says_why_one_cannot(genlm, install):
+    install("dies", BROKEN.format("os._exit(options['max_context'])"))
     how = ["--backend=mock", "--backend=dies", "--option=max_context=64"]
     shown = genlm("bench", "mock", *how, "--seconds=0.2", "--particles=1,4,16")
     title, figures, plot, reason, *dtype = shown.strip().split("\n\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,6 @@ from genlm.conformance.compare import ATOL
 from genlm.conformance.report import Verdict
 from genlm.conformance.report import run as run_suite
 from genlm.core.cli import main, parser
-
-from .installed import pretend_installed
 
 pytestmark = pytest.mark.any_version
 
@@ -46,11 +45,9 @@ FAULTY = {
 
 
 @pytest.fixture
-def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def faulty(install: Callable[..., None]) -> None:
     for name, row in FAULTY.items():
-        pretend_installed(tmp_path, name, f"genlm_{name}", PLUGIN.replace("{row}", row))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+        install(name, PLUGIN.replace("{row}", row))
 
 
 #: Some that pass, fail and are skipped.
@@ -121,7 +118,7 @@ def test_the_result_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert json.loads(data.read_text()) == report
     assert report["read_first"] == "row_is_normalised"
     assert report["setting"]["seed"] == "3"
-    assert report["setting"]["plugin"] == "genlm-heavy 1.0"
+    assert report["setting"]["plugin"] == "heavy 1.2"
     assert not report["conforms"]
     assert all(verdict["deviation"] < 1e-4 for verdict in report["verdicts"])
     assert sum(verdict["rows"] for verdict in report["verdicts"]) > 10

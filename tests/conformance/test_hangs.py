@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 import subprocess
 import sys
 import threading
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from genlm.core.cli import main
 from genlm.core.mock import ContinuousMockEngine, MockEngine
 
 from .faulty import OfTheMock
-from .installed import pretend_installed
 
 pytestmark = pytest.mark.any_version
 
@@ -134,19 +131,16 @@ threading.Event().wait()
 """
 
 
-def test_a_module_whose_import_never_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_module_whose_import_never_ends(install, monkeypatch, capsys) -> None:
     """The command says so, and so does a test that inherits the suite."""
-    pretend_installed(tmp_path, "endless", "genlm_endless", ENDLESS)
+    install("endless", ENDLESS)
     monkeypatch.setattr(subject, "STARTS", 0.5)
-    monkeypatch.syspath_prepend(tmp_path)
     found = "importing the plugin module of 'endless' did not return within 0.5 s: it hangs"
-    where = f"in the import of its module: {tmp_path / 'genlm_endless.py'}, line 5, in <module>)"
+    where = r"in the import of its module: \S+plugin_endless\.py, line 5, in <module>\)$"
     assert main(["conformance", "endless", "--model", "any", "--patience", "0.5"]) == 3
     (told,) = capsys.readouterr().out.splitlines()[1:]
     assert told.startswith(f"endless could not be loaded: {found}")
-    assert told.endswith(where)
+    assert re.search(where, told)
     suite = ConformanceSuite()
     suite.backend, suite.model, suite.patience = "endless", "any", 0.5
     with contextlib.closing(suite.subject()) as live, pytest.raises(Violation, match=found):
@@ -168,15 +162,13 @@ sys.exit(main(sys.argv[1:]))
     [("threading.Event().wait()", 100), ("ctypes.PyDLL(None).sleep(10000)", 15)],
     ids=["waits", "locks"],
 )
-def test_the_command_ends(stuck: str, deadline: int, tmp_path: Path) -> None:
+def test_the_command_ends(stuck: str, deadline: int, install) -> None:
     """Also where a hook that any thread may call never returns, or holds the interpreter's lock:
     what was found before is told, and the process ends."""
-    pretend_installed(tmp_path, "stuck", "genlm_stuck", STUCK.format(stuck=stuck))
+    install("stuck", STUCK.format(stuck=stuck))
     command = [sys.executable, "-c", COMMAND, "conformance", "stuck", "--model", "mock"]
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [*command, "--quick", "--patience", "2", "--deadline", str(deadline)],
-        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=200,

@@ -6,7 +6,6 @@ How much it bites, and which clause catches what, is measured by ``nox -s mutant
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import structlog
@@ -16,7 +15,6 @@ from genlm.conformance.report import run
 from genlm.core.mock import MockEngine
 
 from .faulty import OfTheMock, of_a_mutant
-from .installed import pretend_installed
 from .mutants import MUTANTS
 
 pytestmark = pytest.mark.any_version
@@ -74,11 +72,8 @@ def genlm_load(model, options):
 """
 
 
-def test_an_unknown_option_that_is_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_installed(tmp_path, "accepting", "genlm_accepting", ACCEPTING)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_an_unknown_option_that_is_accepted(install) -> None:
+    install("accepting", ACCEPTING)
     suite = ConformanceSuite()
     suite.backend = "accepting"
     suite.model = "mock"
@@ -92,12 +87,8 @@ from genlm.core.mock import genlm_backend_info, genlm_load
 """
 
 
-def test_import_of_an_engine_with_the_plugin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_installed(tmp_path, "impatient", "genlm_impatient", IMPATIENT)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+def test_import_of_an_engine_with_the_plugin(install) -> None:
+    install("impatient", IMPATIENT)
     suite = OfTheMock(MockEngine, effort=0.1)
     suite.backend = "impatient"
     (clause,) = run(

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from genlm.core import AsyncLM, load_model_by_name
+
 FOLDER = Path(__file__).parents[2] / "examples"
 
 
@@ -29,6 +31,13 @@ def example() -> Iterator[Callable[[str], ModuleType]]:
     sys.path.append(str(FOLDER))  # an example may import one beside it
     yield load
     sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def lm() -> Iterator[AsyncLM]:
+    """The mock."""
+    with load_model_by_name("mock", backend="mock") as lm:
+        yield lm
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ import statistics
 
 import pytest
 
-from genlm.core import load_model_by_name
-
 pytestmark = pytest.mark.any_version
 
 pytest.importorskip("llguidance", reason="llguidance, which has wheels, is not installed here")
@@ -22,12 +20,6 @@ PROMPT = [7, 8, 9]
 @pytest.fixture(scope="module")
 def program(example):
     return example("constrained")
-
-
-@pytest.fixture(scope="module")
-def lm():
-    with load_model_by_name("mock", backend="mock") as lm:
-        yield lm
 
 
 def language_of(program, lm, regex):

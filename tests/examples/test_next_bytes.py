@@ -6,18 +6,14 @@ import asyncio
 
 import pytest
 
-from genlm.core import load_model_by_name
-
 pytestmark = pytest.mark.any_version
 
 
-def test_the_next_token_and_the_next_bytes(example):
-    with load_model_by_name("mock", backend="mock") as lm:
-        ((token, exact), (longer, both)) = asyncio.run(
-            example("next_bytes").compare(lm, "x", ["a", "ab"])
-        )
-        row = lm.next_token_logprobs_sync([*b"x"]).exp()
-        after = lm.next_token_logprobs_sync([*b"xa"]).exp()
+def test_the_next_token_and_the_next_bytes(example, lm):
+    compared = asyncio.run(example("next_bytes").compare(lm, "x", ["a", "ab"]))
+    ((token, exact), (longer, both)) = compared
+    row = lm.next_token_logprobs_sync([*b"x"]).exp()
+    after = lm.next_token_logprobs_sync([*b"xa"]).exp()
     assert token == pytest.approx(float(row[ord("a")]), rel=1e-6)
     assert exact == pytest.approx(token, rel=1e-6)
     assert longer == 0.0

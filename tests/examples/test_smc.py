@@ -6,13 +6,13 @@ import asyncio
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
 
-from genlm.core import AsyncLM, load_model_by_name
+from genlm.core import AsyncLM
 
 pytestmark = pytest.mark.any_version
 
@@ -23,12 +23,6 @@ MAX_TOKENS = 3
 @pytest.fixture(scope="module")
 def program(example: Callable[[str], ModuleType]) -> ModuleType:
     return example("smc")
-
-
-@pytest.fixture(scope="module")
-def lm() -> Iterator[AsyncLM]:
-    with load_model_by_name("mock", backend="mock") as lm:
-        yield lm
 
 
 @pytest.fixture(scope="module")

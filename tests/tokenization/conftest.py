@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+
+from genlm.core.tokenization import Token, decode_vocab
+
+
+def contents(tokenizer: Any) -> list[bytes]:
+    """The bytes of every token."""
+    return [token.byte_string for token in decode_vocab(tokenizer)[0]]
+
+
+def joined(byte_vocab: Sequence[Token], ids: Iterable[int]) -> bytes:
+    """The bytes of some tokens of a vocabulary."""
+    return b"".join(byte_vocab[i] for i in ids)
+
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from genlm.core import VocabularyError
 from genlm.core.tokenization import decode_vocab
 
+from .conftest import contents, joined
+
 # SentencePiece writes spaces as U+2581, so that a text's own cannot come back.
 TEXTS = st.text(
     st.one_of(
@@ -28,8 +30,7 @@ def test_the_tokens_of_a_text_are_its_bytes(family, data):
     name, tokenizer = family
     byte_vocab, _ = decode_vocab(tokenizer)
     text = data.draw(KNOWN if name == "unigram" else TEXTS)
-    joined = b"".join(byte_vocab[i] for i in tokenizer.encode(text).ids)
-    assert joined in (
+    assert joined(byte_vocab, tokenizer.encode(text).ids) in (
         [b" " + text.encode(), text.encode()] if name in ("llama", "unigram") else [text.encode()]
     )
 
@@ -45,10 +46,6 @@ def test_each_token_is_what_the_decoder_makes_of_it(family):
         piece = tokenizer.id_to_token(token.token_id)
         emitted = tokenizer.decoder.decode(["a", piece, "b"])
         assert emitted == "a" + token.decode(errors="replace") + "b"
-
-
-def contents(tokenizer):
-    return [token.byte_string for token in decode_vocab(tokenizer)[0]]
 
 
 def special(tokenizer):
@@ -91,10 +88,7 @@ def test_byt5():
     tokenizer = transformers.ByT5Tokenizer()
     byte_vocab, _ = decode_vocab(tokenizer)
     text = "naïve 狐 😀 ▁\n"
-    assert (
-        b"".join(byte_vocab[i] for i in tokenizer.encode(text, add_special_tokens=False))
-        == text.encode()
-    )
+    assert joined(byte_vocab, tokenizer.encode(text, add_special_tokens=False)) == text.encode()
     assert byte_vocab[0] == b"<pad>"
     assert byte_vocab[259] == b"<extra_id_0>"
     assert byte_vocab[3 + 0xFF] == b"\xff"
@@ -105,8 +99,8 @@ def test_sentencepiece(sentencepiece_model, text):
     byte_vocab, _ = decode_vocab(sentencepiece_model)
     assert len(byte_vocab) == sentencepiece_model.get_piece_size()
     text = text.replace("\0", "")  # ends a text for the library
-    joined = b"".join(byte_vocab[i] for i in sentencepiece_model.encode(text))
-    assert joined == (b" " + text.encode() if text else b"")
+    expected = b" " + text.encode() if text else b""
+    assert joined(byte_vocab, sentencepiece_model.encode(text)) == expected
 
 
 def test_special_tokens_of_sentencepiece(sentencepiece_model):
@@ -133,7 +127,7 @@ def test_tiktoken():
     assert len(byte_vocab) == 301
     assert (byte_vocab[257], byte_vocab[258], byte_vocab[300]) == (b"the", b"", b"<|end|>")
     assert special(encoding) == [b"<|end|>"]
-    assert b"".join(byte_vocab[i] for i in encoding.encode("the füße")) == "the füße".encode()
+    assert joined(byte_vocab, encoding.encode("the füße")) == "the füße".encode()
 
 
 class Slow:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from genlm.core.tokenization import decode_vocab
 
+from .conftest import joined
+
 pytestmark = pytest.mark.any_version
 
 TEXTS = st.text(
@@ -41,10 +43,8 @@ def smollm2_bytes(smollm2):
 def test_smollm2_texts(smollm2, smollm2_bytes, text):
     # It lacks some bytes.
     assume(set(text.encode()) <= {token[0] for token in smollm2_bytes if len(token) == 1})
-    assert (
-        b"".join(smollm2_bytes[i] for i in smollm2.encode(text, add_special_tokens=False))
-        == text.encode()
-    )
+    ids = smollm2.encode(text, add_special_tokens=False)
+    assert joined(smollm2_bytes, ids) == text.encode()
 
 
 def test_smollm2_special_tokens(smollm2, smollm2_bytes):
@@ -88,8 +88,8 @@ def both(request):
 @given(text=TEXTS)
 def test_mistral_texts(both, text):
     mistral, mistral_bytes = both
-    joined = b"".join(mistral_bytes[i] for i in mistral.encode(text, bos=False, eos=False))
-    assert joined in (text.encode(), b" " + text.encode())
+    found = joined(mistral_bytes, mistral.encode(text, bos=False, eos=False))
+    assert found in (text.encode(), b" " + text.encode())
 
 
 def test_mistral_tokens(both):
