@@ -87,14 +87,9 @@ def convert(gguf: Path, folder: Path) -> None:
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     # A model that was loaded from GGUF cannot be saved: move its weights into a new model.
-    config = type(loaded.config).from_dict(
-        {
-            key: value
-            for key, value in loaded.config.to_dict().items()
-            if key != "quantization_config"
-        }
-    )
-    plain = LlamaForCausalLM(config)
+    settings = loaded.config.to_dict()
+    settings.pop("quantization_config", None)
+    plain = LlamaForCausalLM(type(loaded.config).from_dict(settings))
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = loaded.generation_config
     plain.save_pretrained(folder)

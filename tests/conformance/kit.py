@@ -12,6 +12,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+def build(source: Path, target: str, to: Path) -> None:
+    """Build the wheel or the source archive of a project."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(to)]
+    subprocess.run(command, cwd=source, check=True)
+
+
 class CleanEnvironment:
     """A virtual environment that holds what is installed into it, before what the running one has.
 
@@ -31,8 +37,7 @@ class CleanEnvironment:
         wheels: list[str] = []
         for project in projects:
             built = self._wheels / project.name
-            hatch = ["-m", "hatchling", "build", "-t", "wheel", "-d", str(built)]
-            subprocess.run([sys.executable, *hatch], cwd=project, check=True)
+            build(project, "wheel", built)
             wheels += map(str, built.glob("*.whl"))
         how = ["install", "--no-deps", "--no-index", "--quiet", "--force-reinstall"]
         pip = [sys.executable, "-m", "pip", "--python", str(self._python), *how, *wheels]

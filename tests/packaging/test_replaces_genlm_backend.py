@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ..conformance.kit import ROOT, build
+
 pytestmark = pytest.mark.any_version
 
-ROOT = Path(__file__).parents[2]
 COMPAT = ROOT / "compat" / "genlm-backend"
 #: The files at whose paths 0.3.1 and this distribution differ: a module here, a package there.
 FORMER = {
@@ -27,8 +28,7 @@ FORMER = {
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Our wheel, and one with the name and the paths of 0.3.1."""
     folder = tmp_path_factory.mktemp("wheels")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
-    subprocess.run(build, cwd=COMPAT, check=True)
+    build(COMPAT, "wheel", folder)
     (ours,) = folder.glob("*.whl")
     former = folder / "genlm_backend-0.3.1-py3-none-any.whl"
     info = "genlm_backend-0.3.1.dist-info"

@@ -4,16 +4,16 @@ namespace with them."""
 from __future__ import annotations
 
 import subprocess
-import sys
 import zipfile
 from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
 
+from ..conformance.kit import ROOT, build
+
 pytestmark = pytest.mark.any_version
 
-ROOT = Path(__file__).parents[2]
 DISTRIBUTIONS = [
     ROOT / "core",
     ROOT / "kit",
@@ -34,18 +34,12 @@ def distribution(request: pytest.FixtureRequest) -> Path:
 def wheel(distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel of a distribution, built from its source archive, as PyPI's users get it."""
     built = tmp_path_factory.mktemp(distribution.name)
-    hatch(distribution, "sdist", built)
+    build(distribution, "sdist", built)
     (archive,) = built.glob("*.tar.gz")
     subprocess.run(["tar", "-xzf", archive, "-C", built], check=True)
-    hatch(built / archive.name.removesuffix(".tar.gz"), "wheel", built)
+    build(built / archive.name.removesuffix(".tar.gz"), "wheel", built)
     (path,) = built.glob("*.whl")
     return zipfile.ZipFile(path)
-
-
-def hatch(source: Path, target: str, to: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", to], cwd=source, check=True
-    )
 
 
 def test_the_namespace_belongs_to_nobody(wheel: zipfile.ZipFile) -> None:

@@ -6,16 +6,15 @@ import asyncio
 import math
 import os
 import re
-import runpy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import structlog
 import torch
 
 from genlm.core import load_model_by_name
+from tests.pages import FENCED, run_page
 from tools.figures import filled
 from tools.site import executed, kernel
 
@@ -26,25 +25,16 @@ HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @pytest.fixture
-def run_as_one_program(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[[list[str]], str]:
-    """Runs blocks of Python as one program; returns what it printed."""
+def printed_by(capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """What the blocks of a text print on the real model."""
     pytest.importorskip("genlm.hf", reason="the pages use genlm-hf, which is not installed here")
     structlog.reset_defaults()  # as in a process of its own: other tests have configured it
 
-    def run(blocks: list[str]) -> str:
-        program = tmp_path / "program.py"
-        program.write_text("\n".join(blocks).replace(HUB_NAME, os.environ["GENLM_TEST_MODEL"]))
-        runpy.run_path(str(program), run_name="__main__")
+    def run(text: str) -> str:
+        run_page(DOCS, text.replace(HUB_NAME, os.environ["GENLM_TEST_MODEL"]))
         return capsys.readouterr().out
 
     return run
-
-
-def blocks_of(page: str) -> list[str]:
-    """The blocks of Python on a page."""
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
 
 def test_what_a_tutorial_says_of_its_outputs_is_checked(tmp_path: Path) -> None:
@@ -75,20 +65,21 @@ def test_the_page_of_results_has_plots(tmp_path: Path) -> None:
     assert all((tmp_path / image).read_text().endswith("</svg>\n") for image in images)
 
 
-def test_the_first_page(run_as_one_program: Callable[[list[str]], str]) -> None:
-    assert " Paris" in run_as_one_program(blocks_of("index.md"))
+def test_the_first_page(printed_by: Callable[[str], str]) -> None:
+    assert " Paris" in printed_by((DOCS / "index.md").read_text())
 
 
-def test_the_page_start(run_as_one_program: Callable[[list[str]], str]) -> None:
-    printed = run_as_one_program(blocks_of("start.md"))
-    (output,) = re.findall(r"```text\n(.*?)```", (DOCS / "start.md").read_text(), re.DOTALL)
+def test_the_page_start(printed_by: Callable[[str], str]) -> None:
+    page = (DOCS / "start.md").read_text()
+    printed = printed_by(page)
+    (output,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     assert output in printed
     assert "batches" in printed
 
 
 def test_the_programs_on_top_of_a_model() -> None:
-    written: dict[str, Any] = {}
-    exec("\n".join(blocks_of("how-to/on-top.md")), written)
+    page = DOCS / "how-to/on-top.md"
+    written = run_page(page, page.read_text())
 
     async def run() -> None:
         with load_model_by_name("mock", backend="mock") as lm:
@@ -129,7 +120,8 @@ def test_every_error_has_a_row_in_the_page_on_troubleshooting() -> None:
     [(f'"{HUB_NAME}", "hf"', "1 answers in "), ('"mock", "mock"', "1 rows in ")],
 )
 def test_the_wrapper_of_the_page_on_tracing(
-    run_as_one_program: Callable[[list[str]], str], model: str, printed: str
+    printed_by: Callable[[str], str], model: str, printed: str
 ) -> None:
-    (program,) = (block for block in blocks_of("how-to/tracing.md") if "class Timer" in block)
-    assert printed in run_as_one_program([program.replace(f'"{HUB_NAME}", "hf"', model)])
+    blocks = FENCED.finditer((DOCS / "how-to/tracing.md").read_text())
+    (program,) = (block[0] for block in blocks if "class Timer" in block[0])
+    assert printed in printed_by(program.replace(f'"{HUB_NAME}", "hf"', model))
