@@ -300,11 +300,7 @@ def test_expressions_of_the_configuration_end(
         ({**lora(Q), f"{PREFIX}{Q}.lora_B.weight": [8, 3]}, {}, r"shapes \[2, 8\] and \[8, 3\]"),
         ({**lora(Q), f"{PREFIX}{Q}.lora_A.weight": [2]}, {}, r"shapes \[2\] and \[8, 2\]"),
         ({**lora(Q), f"{PREFIX}{Q}.lora_B.weight": [2]}, {}, r"shapes \[2, 8\] and \[2\]"),
-        (
-            {**lora(Q), TOKENS: [2, 8]},
-            {"trainable_token_indices": [3]},
-            "1 indices .* other rows",
-        ),
+        ({**lora(Q), TOKENS: [2, 8]}, {"trainable_token_indices": [3]}, "1 indices .* other rows"),
         (
             lora(Q, rank=16),
             {"target_parameters": ["experts.down_proj"]},

@@ -13,14 +13,7 @@ import pytest
 import torch
 
 from genlm.conformance.driver import started, submitted
-from genlm.core import (
-    AsyncLM,
-    EngineDeadError,
-    EngineError,
-    PluginError,
-    ReentrancyError,
-    hookimpl,
-)
+from genlm.core import AsyncLM, EngineDeadError, EngineError, PluginError, ReentrancyError, hookimpl
 from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.runtime.askers import ASKING, Asker
 

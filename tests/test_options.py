@@ -41,10 +41,7 @@ class Watcher:
         ({"wrappers": None}, r"wrappers must be a list of objects, \[\] for none; got None"),
         ({"wrappers": Watcher()}, "wrappers must be a list of objects"),
         ({"wrappers": [Watcher]}, "the wrapper Watcher is a class; give an instance"),
-        (
-            {"cache_opts": 5},
-            "cache_opts must be a dict of maxsize, max_bytes, move_to_cpu; got 5",
-        ),
+        ({"cache_opts": 5}, "cache_opts must be a dict of maxsize, max_bytes, move_to_cpu; got 5"),
         (
             {"cache_opts": {"max_size": 3}},
             "cache_opts has no max_size; it has maxsize, max_bytes, move_to_cpu",
@@ -118,14 +115,6 @@ def test_a_misspelt_option_of_the_core(load):
         InvalidOptionError, match=r"no option batchsize \(did you mean batch_size\?\)"
     ):
         load(batchsize=1)
-
-
-def test_a_misspelt_option_of_the_engine(mock):
-    with pytest.raises(
-        InvalidOptionError,
-        match=r"'mock' has no option max_contxt \(did you mean max_context\?\); it has delay",
-    ):
-        mock(max_contxt=5)
 
 
 @pytest.mark.parametrize(

@@ -349,15 +349,3 @@ def test_kinds_take_turns_however_many_of_one_wait(mock, gate, continuous):
         cold.result(PATIENCE), rows.result(PATIENCE)
     assert [(9,)] in gate.batches[1:3]
     assert sum(map(len, gate.batches)) == 101
-
-
-def test_the_wake_up_of_the_mock_lets_a_step_return_before_its_time(mock):
-    """Its steps take an hour, and closing does not wait for one."""
-    lm = mock(continuous=True, delay=3600.0, on_batch=lambda queries: None)
-    with ThreadPoolExecutor() as threads:
-        asked = threads.submit(lm.next_token_logprobs_sync, [1])
-        while lm.stats.requests < 1:
-            pass
-        lm.close()
-        with pytest.raises(ModelClosedError):
-            asked.result(PATIENCE)

@@ -211,16 +211,6 @@ def test_a_wrapper_that_gives_its_own_plugin_error_is_quoted_as_it_is():
         lm.next_token_logprobs_sync([1])
 
 
-def test_a_processor_may_ask_another_model():
-    def product(queries, rows):
-        others = other.batch_next_token_logprobs_sync([q.token_ids for q in queries])
-        return (rows + others).log_softmax(-1)
-
-    with opened(MockEngine) as other, opened(ContinuousMockEngine, Processor(product)) as lm:
-        row = row_of(1)
-        assert torch.allclose(lm.next_token_logprobs_sync([1]), (2 * row).log_softmax(-1))
-
-
 def test_an_installed_processor_comes_before_those_given(install):
     source = """
         from genlm.core import hookimpl

@@ -12,13 +12,7 @@ from .rows import RowClauses
 from .wrappers import WrapperClauses
 
 
-class CoreClauses(
-    ClosingClauses,
-    WrapperClauses,
-    CallerClauses,
-    RowClauses,
-    OneModel,
-):
+class CoreClauses(ClosingClauses, WrapperClauses, CallerClauses, RowClauses, OneModel):
     """All of them."""
 
     backend = "mock"
