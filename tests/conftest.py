@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import subprocess
 import sys
@@ -14,16 +13,12 @@ from typing import Any
 import pytest
 
 from genlm.core import MockAsyncLM, Query
-from tools import any_speed  # noqa: F401
 from tools.entry_points import write_metadata
+
+from .fixtures import pytest_collection_finish, real_model  # noqa: F401
 
 #: How long a test waits for what must happen before it says that it did not, seconds.
 PATIENCE = 120.0
-
-
-def pytest_collection_finish() -> None:
-    """What has been imported need not be searched for garbage by every test."""
-    gc.freeze()
 
 
 #: The module of a backend.

@@ -1,4 +1,4 @@
-"""What the tests of several plugins share; a ``conftest.py`` takes it over by ``import *``."""
+"""What the tests of the core and of several plugins share; a ``conftest.py`` imports it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools import any_speed  # noqa: F401
 
 
 def pytest_collection_finish() -> None:
-    """What an engine has imported need not be searched for garbage by every test."""
+    """What has been imported need not be searched for garbage by every test."""
     gc.freeze()
 
 

@@ -1,4 +1,5 @@
 """Every block of code on a page runs as it is shown: what it names stands before it on the page.
+Links lead to files, and the backend of the README conforms.
 
 Run here, over the mock, is every page that nothing else runs. The project's README, tutorials and
 the pages that show a real model's answers are run over that model, the README of a plugin over its
@@ -9,7 +10,11 @@ from __future__ import annotations
 
 import ast
 import builtins
+import os
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,6 +23,7 @@ import structlog
 from genlm.core import AsyncLM
 from genlm.core.options import CoreOptions
 from tests.pages import FENCED, parsed, run_page
+from tools.entry_points import write_metadata
 
 ROOT = Path(__file__).parents[1]
 RUN_ELSEWHERE = ("docs/index.md", "docs/start.md", "docs/writing-a-plugin.md")
@@ -88,3 +94,54 @@ def mocks(monkeypatch, tmp_path):
 def test_the_blocks_of_a_page_run(page: Path) -> None:
     text = re.sub(r"\b7042\b", "70", page.read_text("utf-8"))  # an id that the mock has as well
     run_page(page, text)
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+#: Pages that are read on GitHub too, where their links are files of the repository.
+ON_GITHUB = [
+    page
+    for pattern in ("*.md", "*/README.md", "*/*/README.md", "docs/**/*.md", ".github/**/*.md")
+    for page in ROOT.glob(pattern)
+    if not any(part in (".nox", ".venv", "build") for part in page.relative_to(ROOT).parts)
+]
+LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize("page", ON_GITHUB, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    links = [link for link in LINK.findall(page.read_text("utf-8")) if ":" not in link]
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing
+
+
+# --- the backend of the README --------------------------------------------------------------------
+
+
+def block(before: str, language: str) -> str:
+    """The first code block of the README after a text."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    found = re.search(rf"{re.escape(before)}.*?```{language}\n(.*?)```", readme, re.DOTALL)
+    assert found, f"the README has no {language} block after {before!r}"
+    return found[1]
+
+
+@pytest.mark.any_version
+def test_the_backend_of_the_readme_conforms(tmp_path: Path) -> None:
+    project = tomllib.loads(block("Its `pyproject.toml` names the module", "toml"))["project"]
+    ((name, module),) = project["entry-points"]["genlm.backends"].items()
+    package, file = module.split(".")
+    (tmp_path / package).mkdir()
+    (tmp_path / package / f"{file}.py").write_text(block(f"file: {package}/{file}.py", "python"))
+    write_metadata(tmp_path, project["name"], project["version"], project["entry-points"])
+    command = "import sys; from genlm.core.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "conformance", name, "--model", "any", "--quick"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{name} conforms" in done.stdout

@@ -1,12 +1,28 @@
-"""The core keeps its promises over an engine that computes batches, and over a continuous one."""
+"""What the core owes its callers, whatever the engine: clauses that only a faulty core can break.
+
+They are written with the means of the conformance suite, and run over an engine that computes
+batches, and over a continuous one.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from .suite import CoreClauses
+from genlm.conformance.suite import OneModel
+
+from .callers import CallerClauses
+from .closing import ClosingClauses
+from .rows import RowClauses
+from .wrappers import WrapperClauses
 
 pytestmark = pytest.mark.any_version
+
+
+class CoreClauses(ClosingClauses, WrapperClauses, CallerClauses, RowClauses, OneModel):
+    """All of them."""
+
+    backend = "mock"
+    model = "mock"
 
 
 class TestOnBatches(CoreClauses):

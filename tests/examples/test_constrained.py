@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import random
 import statistics
 
@@ -78,23 +77,23 @@ SCHEMA = {
 }
 
 
-def printed(monkeypatch, capsys, program, *arguments):
-    model = os.environ.get("GENLM_TEST_MODEL")
-    if not model:
-        pytest.skip("GENLM_TEST_MODEL names no real model")
+@pytest.fixture
+def printed(monkeypatch, capsys, program, real_model):
+    """The lines that the program prints on the real model."""
     pytest.importorskip("genlm.hf", reason="genlm-hf is not installed here")
-    monkeypatch.setattr("sys.argv", ["constrained", "--model", model, *arguments])
-    program.main()
-    return capsys.readouterr().out.splitlines()
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["constrained", "--model", real_model, *arguments])
+        program.main()
+        return capsys.readouterr().out.splitlines()
+
+    return run
 
 
-def test_on_a_real_model_every_text_is_of_the_schema(monkeypatch, capsys, program, tmp_path):
+def test_on_a_real_model_every_text_is_of_the_schema(printed, tmp_path):
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed here")
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     *texts, last = printed(
-        monkeypatch,
-        capsys,
-        program,
         *("--schema", str(tmp_path / "schema.json"), "--particles", "4", "--max-tokens", "24"),
         *("--prompt", "Describe a person as JSON with name and age, and nothing else."),
     )
@@ -104,11 +103,8 @@ def test_on_a_real_model_every_text_is_of_the_schema(monkeypatch, capsys, progra
     assert last.startswith("probability that the text is accepted 0.")
 
 
-def test_on_a_real_model_free_draws_say_the_same(monkeypatch, capsys, program):
+def test_on_a_real_model_free_draws_say_the_same(printed):
     *_, weighted, counted = printed(
-        monkeypatch,
-        capsys,
-        program,
         *("--regex", "(Yes|No)[.,!]?", "--prompt", "Is the sky blue? Answer yes or no."),
         *("--particles", "32", "--max-tokens", "3", "--reject", "200"),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,13 +24,13 @@ HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @pytest.fixture
-def printed_by(capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+def printed_by(capsys: pytest.CaptureFixture[str], real_model: str) -> Callable[[str], str]:
     """What the blocks of a text print on the real model."""
     pytest.importorskip("genlm.hf", reason="the pages use genlm-hf, which is not installed here")
     structlog.reset_defaults()  # as in a process of its own: other tests have configured it
 
     def run(text: str) -> str:
-        run_page(DOCS, text.replace(HUB_NAME, os.environ["GENLM_TEST_MODEL"]))
+        run_page(DOCS, text.replace(HUB_NAME, real_model))
         return capsys.readouterr().out
 
     return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.resources import files
 from types import SimpleNamespace
 
@@ -25,13 +24,10 @@ TEXTS = st.text(
 
 
 @pytest.fixture(scope="module")
-def smollm2():
+def smollm2(real_model):
     """A byte-level tokenizer as transformers loads it."""
-    folder = os.environ.get("GENLM_TEST_MODEL")
-    if folder is None:
-        pytest.skip("GENLM_TEST_MODEL names no folder with SmolLM2-135M")
     transformers = pytest.importorskip("transformers", reason="loads the real tokenizer")
-    return transformers.AutoTokenizer.from_pretrained(folder)
+    return transformers.AutoTokenizer.from_pretrained(real_model)
 
 
 @pytest.fixture(scope="module")
