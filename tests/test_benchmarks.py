@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks.cases import Case, cases_of, changes, read, record, write
+from benchmarks.cases import cases_of, changes, read, record, write
 from benchmarks.parts import forwards_of
 from benchmarks.report import text_of
 
@@ -66,15 +66,6 @@ def test_a_move_within_the_spread_of_either_side_is_left_out(noisy: str) -> None
     after = results(13, 40)
     assert changes(rounds(0.02), after)[-1] == "1 cases compared, 1 moved by more than 10%"
     assert changes(rounds(0.5), after) == ["1 cases compared, 0 moved by more than 10%"]
-
-
-def test_the_spread_of_a_single_value_is_not_known() -> None:
-    def spread(*values: float) -> float | None:
-        case = Case("trie", "sum", None, "ms", {"ours": [[value] for value in values]})
-        return case.spread("ours")
-
-    assert spread(10) is None
-    assert spread(10, 14) == 2
 
 
 def test_a_run_of_some_workloads_compares_these_and_says_which_are_new() -> None:
