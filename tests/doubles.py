@@ -1,4 +1,4 @@
-"""Engines and wrappers that several tests of the core take."""
+"""Engines, wrappers and an error that several tests of the core take."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from genlm.core.mock import ByteTokenizer, hashed_row
 from genlm.core.types import SampleRequest
 
 from .conftest import PATIENCE
+
+
+class Unshowable(Exception):
+    """An error, or anything else, that has no text."""
+
+    def __str__(self):
+        raise RuntimeError("cannot be shown")
+
+    __repr__ = __str__
 
 
 class Processor:

@@ -18,6 +18,7 @@ from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.runtime.askers import ASKING, Asker
 
 from .conftest import PATIENCE, busy, gathered
+from .doubles import Unshowable
 from .lines import in_time
 
 pytestmark = pytest.mark.any_version
@@ -46,13 +47,6 @@ def test_who_has_gone_is_counted_and_reaches_no_engine(mock, gate, continuous):
     lm.clear_kv_cache()  # waits until what was asked before it has been looked at
     assert not any(ids[0] == 9 for batch in gate.batches for ids in batch)
     assert lm.stats.cancelled == 6
-
-
-class Unshowable(Exception):
-    def __str__(self):
-        raise RuntimeError("cannot be shown")
-
-    __repr__ = __str__
 
 
 class Fatal(BaseException):

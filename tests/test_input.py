@@ -13,13 +13,7 @@ import torch
 
 from genlm.core import AsyncLM, GenlmError, InvalidOptionError, InvalidQueryError
 
-
-class Unshowable:
-    def __repr__(self):
-        raise RuntimeError("no")
-
-    __str__ = __repr__
-
+from .doubles import Unshowable
 
 BAD_CONTEXTS = [
     ([], "the context is empty"),
