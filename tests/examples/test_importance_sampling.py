@@ -25,12 +25,6 @@ class Tokenizer:
     def token_bytes(self):
         return VOCAB
 
-    def encode(self, text):
-        raise NotImplementedError
-
-    def decode(self, token_ids):
-        raise NotImplementedError
-
 
 @pytest.fixture(scope="module")
 def program(example):
