@@ -11,14 +11,7 @@ import torch
 from attrs import define, field
 
 from genlm.conformance import Program, Violation
-from genlm.conformance.compare import (
-    TOP_FACTOR,
-    brief,
-    check,
-    deviation,
-    difference,
-    standing,
-)
+from genlm.conformance.compare import TOP_FACTOR, brief, check, deviation, difference, standing
 from genlm.conformance.contexts import Contexts
 from genlm.conformance.driver import LoopThread
 from genlm.core import Adapter, AsyncLM, QueriesResetError, Query

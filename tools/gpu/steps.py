@@ -109,10 +109,7 @@ def step_figures(
     device, grown = str(model.device), Contexts(contexts, length, shared=shared)
     raw, apart = Raw(model, grown.all), 0.0
     mine, floor, core, gathered, resampled = [], [], [], [], []
-    with (
-        AsyncTransformer(model, WideTokenizer(), cache_size=0) as lm,
-        asyncio.Runner() as runner,
-    ):
+    with AsyncTransformer(model, WideTokenizer(), cache_size=0) as lm, asyncio.Runner() as runner:
         rows: Any = None
 
         def ours() -> None:
