@@ -24,7 +24,6 @@ from genlm.core.options import CORE
         ("model", "lm.underlying_model"),
         ("queries", "await lm.next_token_logprobs"),
         ("walk_cache", r"lm.cache_kv\(prompt\)"),
-        ("batch_size", r"load_model_by_name\(name, batch_size="),
         ("prefill_step_size", r"load_model_by_name\(name, prefill_step_size="),
         ("release_all", "lm.clear_kv_cache"),
     ],

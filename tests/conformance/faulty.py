@@ -58,9 +58,6 @@ class OfTheMock(Faulty):
 
     def load(self, **core: Any) -> AsyncLM:
         refuse_unknown("mock", self.options, ())
-        return self.loaded(**core)
-
-    def loaded(self, **core: Any) -> AsyncLM:
         how = {"max_context": self.max_context, "fail_on": self.trouble}
         return AsyncLM(lambda: self.engine(ByteTokenizer(), **how), backend="mock", **core)
 

@@ -66,7 +66,7 @@ class Stopping(OfTheMock):
     patience = 2.0
     hook = ""
 
-    def loaded(self, **core: Any) -> AsyncLM:
+    def load(self, **core: Any) -> AsyncLM:
         calls = itertools.count()
 
         @hookimpl(wrapper=True)
@@ -78,7 +78,7 @@ class Stopping(OfTheMock):
         hook = self.hook
         stops.__code__ = stops.__code__.replace(co_name=hook)
         core["wrappers"] = [*core.get("wrappers", ()), type("Stops", (), {hook: stops})()]
-        return super().loaded(**core)
+        return super().load(**core)
 
 
 @pytest.mark.parametrize("hook", STOPPING)

@@ -6,6 +6,6 @@ tokens, chunks of 256, graphs for 128 rows.
 """
 
 from . import adapters, company, lifetime, rows, sampling, state  # noqa: F401  (each adds its own)
-from .registry import MUTANTS, Mutant
+from .registry import MUTANTS
 
-__all__ = ["MUTANTS", "Mutant"]
+__all__ = ["MUTANTS"]
