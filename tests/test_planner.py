@@ -313,9 +313,11 @@ class PlannerMachine(RuleBasedStateMachine):
         for one in broken:
             self._poison(one)
         good = [one for one in batch if one not in broken]
+        cut = {one.row for one in broken if one.continued}  # of what it held, some is lost
         self.planner.commit(good)
         for one in good:
-            assert self.planner.known(one.sequence) == one.sequence.latest_start
+            if one.kept or one.found not in cut:
+                assert self.planner.known(one.sequence) == one.sequence.latest_start
 
     def _give_up_in_vain(self, batch: Sequence[Placement[Wanted]]) -> None:
         """Where a row stays as it is, all are dropped."""

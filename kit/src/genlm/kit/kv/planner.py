@@ -348,6 +348,7 @@ class Planner(Generic[A]):
                     self._table.do(NewTrunk(placement.trunk))
             self._copy(new)
         except BaseException:
+            self._running = new  # into others nothing has been written
             self.abandon()
             raise
         return True
