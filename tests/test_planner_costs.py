@@ -204,6 +204,13 @@ def one_grows_long() -> Program:
     yield from grown(live, rng, 3)
 
 
+def some_get_long() -> Program:
+    """Contexts of about one length, some of which become long enough for trunks."""
+    rng = random.Random(12)
+    live = [some(rng, n) for n in [505] * 40 + [430] * 60]
+    yield from grown(live, rng, 20)
+
+
 def by_turns() -> Program:
     """Two programs, whose contexts differ in length: a batch of the short ones must not drive out
     the long ones."""
@@ -238,6 +245,7 @@ COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
     "documents and forks": (documents_and_forks, 78_000, (10, 15743, 60720, 18048)),
     "one grows long": (one_grows_long, 10**6, (5, 5600, 20, 10620)),
     "one grows long, little memory": (one_grows_long, 20_000, (5, 5600, 20, 10620)),
+    "some get long, little memory": (some_get_long, 56_000, (20, 47900, 51200, 55808)),
     "long prompt, little memory": (long_prompt, 6_000, (21, 5160, 0, 5384)),
     "long prompts": (long_prompts, 10**6, (30, 10291, 13733, 16318)),
     "long prompts, little memory": (long_prompts, 11_000, (40, 14999, 2723, 10962)),

@@ -73,6 +73,18 @@ class Worth:
         most = self.waste * total + self.step * count
         return longest > 2 * self.step and self.columns(longest) * count > most
 
+    def saves_room(self, sizes: Sequence[int], columns: int) -> bool:
+        """Whether a table of rows takes less when the long ones are trunks, each with a row as long
+        as the others; where all are long, it will.
+
+        Args:
+            sizes: Of the rows.
+            columns: What each of them takes.
+        """
+        long = sum([size for size in sizes if size >= self.trunk])
+        rest = max([size for size in sizes if size < self.trunk], default=0)
+        return not rest or long + len(sizes) * self.columns(rest) < len(sizes) * columns
+
     def long(self, tails: Iterable[tuple[int, T]]) -> list[T]:
         """The owners of rows that are long enough for a trunk, from their sizes and owners."""
         return [owner for size, owner in tails if size >= self.trunk]

@@ -83,10 +83,10 @@ class Trunks:
         if not (short or worth.too_wide(columns, len(tree.rows) + len(new), total)):
             return []
         rows: list[tuple[int, Row | T]] = [*((row.size, row) for row in tree.rows), *new]
-        if not short:
-            return worth.outliers_of(rows)
         others = [each for each in rows if each[0] < worth.trunk]
-        return worth.long(rows) + worth.outliers_of(others)
+        if short and worth.saves_room([size for size, _ in rows], columns):
+            return worth.long(rows) + worth.outliers_of(others)
+        return worth.outliers_of(rows)
 
     def share_common(self, needs: Needs) -> bool:
         """If the table would take much more than its contents, turn into trunks what rows have in
