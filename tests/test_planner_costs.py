@@ -211,6 +211,15 @@ def some_get_long() -> Program:
     yield from grown(live, rng, 20)
 
 
+def alike_one_by_one() -> Program:
+    """Long contexts that begin alike come one after the other, beside short ones."""
+    rng = random.Random(13)
+    short, head = [some(rng, 60) for _ in range(32)], some(rng, 500)
+    alike = [(*head, *some(rng, 900)) for _ in range(3)]
+    yield from ([*short, one] for one in alike)
+    yield from grown([*short, *alike], rng, 3)
+
+
 def by_turns() -> Program:
     """Two programs, whose contexts differ in length: a batch of the short ones must not drive out
     the long ones."""
@@ -234,6 +243,7 @@ def lone_requests() -> Program:
 
 #: Programs, the budget of positions, and what they cost.
 COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
+    "alike, one by one": (alike_one_by_one, 10**6, (6, 5289, 0, 6272)),
     "by turns": (by_turns, 0, (12, 2392, 2056, 6144)),
     "lone requests": (lone_requests, 0, (24, 2290, 2374, 4704)),
     "particles": (partial(particles, 20, 5), 10**6, (61, 1813, 23262, 13906)),

@@ -197,7 +197,7 @@ class Trunks:
         staying = {*protected}
         upper = trunk
         while (below := upper.parent) is not None:
-            alone = below.children == {upper} and self._can_join(upper, below, staying)
+            alone = below.children == {upper} and below.stop == upper.start and not below.pinned
             if alone and below.size <= 2 * upper.size:
                 self._join(upper)  # only of similar size: nothing is copied over log(n) times
             else:
