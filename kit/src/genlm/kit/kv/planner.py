@@ -301,7 +301,7 @@ class Planner(Generic[A]):
         new = [
             (one.sequence.length - one.cut, one)
             for one in batch
-            if one.needs_row or (one.continued and one.sequence.length - one.start > step)
+            if (one.sequence.length - one.start > step if one.continued else one.needs_row)
         ]
         if new:
             columns = self._worth.columns(max([size for size, _ in new]))
