@@ -32,7 +32,7 @@ class Worth:
             many.
         trunk: What is shared by forks becomes a trunk if it has at least this many. So does every
             row of at least this many that is much longer than others, because all rows are as long
-            as the longest; and where half of the budget is spent.
+            as the longest; and where half of the budget is spent, if that saves room.
         waste: The table may take up to this many times the positions in it; if more, the longest
             rows become trunks.
         spare: Each row may take this many more.
