@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -41,3 +42,21 @@ def test_a_draw_goes_on_while_newcomers_come_with_every_step(hooks, contexts, le
     for query in asked:
         cold = hooks.rows([query.token_ids], cold=True)[0]
         torch.testing.assert_close(answered[query], cold, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("begun", [1, 2, 3])
+def test_a_prompt_that_is_dropped_half_computed_is_given_up_beside_a_draw(hooks, contexts, begun):
+    """Whoever's turn the next step is."""
+    hooks.genlm_clear_kv_cache()
+    (drawn,), (long,) = contexts(1, 10, 10, seed=1), contexts(1, 400, 400, seed=2)
+    draw = SampleRequest(Query(drawn), SamplingParams(max_tokens=100, temperature=0.0))
+    hooks.step(draw)
+    hooks.step(Query(long))
+    for _ in range(1, begun):
+        hooks.step()
+    with patch.object(hooks.model, "forward", wraps=hooks.model.forward) as forward:
+        hooks.step(dropped=[Query(long)])
+        for _ in range(30):
+            hooks.step()
+    assert {len(call.args[0]) for call in forward.call_args_list} == {1}
+    hooks.step(dropped=[draw])

@@ -257,6 +257,8 @@ class Scheduler:
         last = scheduler.last_batch
         if last is None or not last.forward_mode.is_extend():
             return False
+        if scheduler._pending_chunked_abort_req is not None:
+            return False  # SGLang gives up a dropped prompt only where it sees it
         return any(
             not request.finished() and request is not scheduler.chunked_req
             for request in (*scheduler.running_batch.reqs, *last.reqs)

@@ -186,7 +186,9 @@ def _spare_slot(engine_opts: Mapping[str, Any]) -> dict[str, int]:
         return {}
     slots = int(engine_opts.get("max_loras") or 1)
     adapters = int(engine_opts.get("max_cpu_loras") or slots)
-    return {"max_loras": max(slots, adapters) + 1, "max_cpu_loras": adapters + 1}
+    if adapters < slots:
+        return {}  # which vLLM refuses
+    return {"max_loras": adapters + 1, "max_cpu_loras": adapters + 1}
 
 
 def _row_hooks(engine_opts: Mapping[str, Any], store: RowStore | None) -> dict[str, Any]:
