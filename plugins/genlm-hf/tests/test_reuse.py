@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from genlm.core import Adapter, EngineError, Query
 from genlm.hf import pool, strategies
 from genlm.kit.kv.sharing import Worth
+from genlm.kit.segments import Trunk
 from tests.engines import add_lora, rows_of
 
 from .models import beside, build, draw, llama_config, proven
@@ -68,6 +69,14 @@ def test_a_shorter_context_is_found_within_a_longer_one(llama: Any) -> None:
     llama.check(prompt[:25])
     llama.check((*prompt, 1))
     assert llama.forwards == [1, 1]
+
+
+def test_scores_whose_rows_come_from_a_trunk_and_from_a_row(llama: Any) -> None:
+    """Another context shares a trunk, which ends within what is scored."""
+    whole, first = draw(2, 640)
+    llama.check(first)  # the length that is compared with a cold row
+    llama.check_scores((whole[:560], whole[560:]), (whole[:620], (1, 2, 3)))
+    assert any(isinstance(one, Trunk) for one in llama.engine._strategy.planner.tree.kept)
 
 
 @pytest.fixture(params=[(LlamaConfig(**SHAPE), 32 * 256), (MAMBA, MAMBA_BYTES)])

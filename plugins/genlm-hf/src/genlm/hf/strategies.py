@@ -280,10 +280,12 @@ def _forward(run: Run, parts: Iterable[Part]) -> Result:
     kept = [*map(max, [sequence.latest_start for sequence in sequences], starts)]
     counts = [*map(max, map(sub, stops, kept), repeat(0))]
     owners = chain.from_iterable(map(repeat, indices, counts))
-    wanted = sorted(zip(owners, ranges(map(sub, chunks.ends, counts), chunks.ends), strict=True))
+    positions = ranges(map(sub, stops, counts), stops)
+    places = ranges(map(sub, chunks.ends, counts), chunks.ends)
+    wanted = sorted(zip(owners, positions, places, strict=True))
     adapters = [sequence.adapter for sequence in sequences]
-    logits = run(chunks, tokens, adapters, [at for _, at in wanted])
-    return Result([index for index, _ in wanted], logits)
+    logits = run(chunks, tokens, adapters, [place for *_, place in wanted])
+    return Result([index for index, *_ in wanted], logits)
 
 
 def _place(piece: tuple[int, TokenSequence, Segment, int, int]) -> int:
