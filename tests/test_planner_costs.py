@@ -220,6 +220,14 @@ def alike_one_by_one() -> Program:
     yield from grown([*short, *alike], rng, 3)
 
 
+def in_parts() -> Program:
+    """A lone long prompt, of which a part comes first: it stays a row."""
+    rng = random.Random(14)
+    prompt = some(rng, 2000)
+    yield [prompt[:1023]]
+    yield from grown([prompt], rng, 5)
+
+
 def by_turns() -> Program:
     """Two programs, whose contexts differ in length: a batch of the short ones must not drive out
     the long ones."""
@@ -244,6 +252,7 @@ def lone_requests() -> Program:
 #: Programs, the budget of positions, and what they cost.
 COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
     "alike, one by one": (alike_one_by_one, 10**6, (6, 5289, 0, 6272)),
+    "in parts": (in_parts, 10**6, (6, 2004, 1152, 2272)),
     "by turns": (by_turns, 0, (12, 2392, 2056, 6144)),
     "lone requests": (lone_requests, 0, (24, 2290, 2374, 4704)),
     "particles": (partial(particles, 20, 5), 10**6, (61, 1813, 23262, 13906)),

@@ -305,7 +305,8 @@ class Planner(Generic[A]):
         ]
         if new:
             columns = self._worth.columns(max([size for size, _ in new]))
-            for one in self._trunks.too_long(columns, new):
+            grown = {one.row for _, one in new if one.row is not None}
+            for one in self._trunks.too_long(columns, new, grown):
                 if isinstance(one, Placement) and one.kept:
                     if one.continued:
                         one.row, one.continued = None, False

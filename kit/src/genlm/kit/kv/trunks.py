@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -68,21 +68,25 @@ class Trunks:
                 changed |= self.split([long], long.stop, protected)
         return changed
 
-    def too_long(self, columns: int, new: Sequence[tuple[int, T]]) -> list[Row | T]:
+    def too_long(
+        self, columns: int, new: Sequence[tuple[int, T]], grown: Set[Row] = frozenset()
+    ) -> list[Row | T]:
         """What should rather be a trunk: the rows that make all others much longer than their
         contents, and every long one where memory is short, because a row is copied to become one.
 
         Args:
             columns: As many as a batch takes.
             new: The size of each row that the batch adds, and its owner.
+            grown: Rows in whose place some of these come.
         """
         tree, worth = self._tree, self._worth
-        columns = max(columns, tree.columns)
-        total = tree.row_positions + sum([size for size, _ in new])
-        short = columns >= worth.trunk and self._room.is_tight(len(new), columns)
-        if not (short or worth.too_wide(columns, len(tree.rows) + len(new), total)):
+        columns, more = max(columns, tree.columns), len(new) - len(grown)
+        total = tree.row_positions + sum([size for size, _ in new]) - sum(row.size for row in grown)
+        short = columns >= worth.trunk and self._room.is_tight(more, columns)
+        if not (short or worth.too_wide(columns, len(tree.rows) + more, total)):
             return []
-        rows: list[tuple[int, Row | T]] = [*((row.size, row) for row in tree.rows), *new]
+        rows: list[tuple[int, Row | T]] = [(row.size, row) for row in tree.rows if row not in grown]
+        rows += new
         others = [each for each in rows if each[0] < worth.trunk]
         if short and worth.saves_room([size for size, _ in rows], columns):
             return worth.long(rows) + worth.outliers_of(others)
