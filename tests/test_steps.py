@@ -233,6 +233,16 @@ def test_what_is_no_answer_is_named(answers):
         lm.next_token_logprobs_sync([1])
 
 
+def test_one_answer_needs_no_list():
+    class One(ContinuousMockEngine):
+        @hookimpl
+        def genlm_step(self, queries):
+            return Answer(queries[0], row_of(*queries[0].token_ids))
+
+    with opened(One(ByteTokenizer())) as (lm, _):
+        assert torch.equal(lm.next_token_logprobs_sync([1]), row_of(1))
+
+
 def test_an_engine_that_names_queries_alone_draws_while_nothing_is_in_flight():
     asked = []
 

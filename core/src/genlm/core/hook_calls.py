@@ -20,7 +20,7 @@ from genlm.core.errors import GenlmError, InvalidInputError, PluginError
 from genlm.core.hints import nearest
 from genlm.core.logs import get_logger
 from genlm.core.runtime.results import wrong_tensor
-from genlm.core.types import Query, Request
+from genlm.core.types import Answer, Query, Request
 
 if TYPE_CHECKING:
     import torch
@@ -243,7 +243,8 @@ class HookCalls:
         result: Any = _call(implementations[0], arguments) if implementations else None
         if hook != "genlm_step":
             return result
-        return list(result) if isinstance(result, Iterable) else [result]
+        several = isinstance(result, Iterable) and not isinstance(result, Answer)  # itself a pair
+        return list(result) if several else [result]
 
 
 class Hooked:
