@@ -16,7 +16,7 @@ from genlm.core import InvalidAdapterError
 from genlm.hf import AsyncTransformer
 from tests.adapter_kinds import KINDS, PLAIN, Kind, make_adapter
 
-from .shapes import QWEN3_NEXT
+from .shapes import QWEN3_NEXT, TOKENS
 
 
 def change(folder: str, **settings: Any) -> None:
@@ -131,8 +131,8 @@ def test_what_peft_has_wrapped_before_it_fails_is_unwrapped(
     tiny: str, tmp_path: Path, after_another: bool
 ) -> None:
     good = make_adapter(KINDS[0], tiny, tmp_path / "good")
-    bad = make_adapter(TRAINED_TOKENS, tiny, tmp_path / "bad")
-    change(bad, trainable_token_indices=[1, 99999])
+    kind = Kind("", TRAINED_TOKENS.settings, change=with_one_more)
+    bad = make_adapter(kind, tiny, tmp_path / "bad")
     with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
         before = lm.next_token_logprobs_sync([1, 2, 3])
         expected = row_with(lm, good)
@@ -140,11 +140,23 @@ def test_what_peft_has_wrapped_before_it_fails_is_unwrapped(
             lm.add_new_lora(good, "another")
         model: Any = lm.underlying_model
         names = [name for name, _ in model.named_parameters()]
-        with pytest.raises(InvalidAdapterError, match="99999 is out of bounds"):
+        with pytest.raises(InvalidAdapterError, match=r"model\.nothing\.weight"):
             lm.add_new_lora(bad, "a")
         assert [name for name, _ in model.named_parameters()] == names
         torch.testing.assert_close(lm.next_token_logprobs_sync([1, 2, 3]), before)
         torch.testing.assert_close(row_with(lm, good), expected)
+
+
+@pytest.mark.parametrize("tokens", [[1, TOKENS], {"embed_tokens": [99999, 1]}])
+def test_tokens_that_the_model_does_not_have(tiny: str, tmp_path: Path, tokens: Any) -> None:
+    folder = make_adapter(TRAINED_TOKENS, tiny, tmp_path / "adapter")
+    change(folder, trainable_token_indices=tokens)
+    said = rf"trains token (257|99999) of model\.embed_tokens, which has {TOKENS}"
+    with (
+        AsyncTransformer.from_name(tiny, cache_size=0) as lm,
+        pytest.raises(InvalidAdapterError, match=said),
+    ):
+        lm.add_new_lora(folder, "a")
 
 
 Tensors = dict[str, torch.Tensor]

@@ -14,7 +14,7 @@ from genlm.hf.base_weights import (
     require_plain_weights,
     require_same_embeddings,
 )
-from genlm.hf.lora_config import changes, lora_config
+from genlm.hf.lora_config import changes, lora_config, require_known_tokens
 from genlm.hf.names import in_names_of
 from genlm.kit.adapter_files import AdapterFolder, Feature, module_shapes, read_adapter
 from genlm.kit.memory import is_out_of_memory
@@ -93,6 +93,7 @@ class AdapterSet:
         try:
             config = lora_config(folder, self._parameters)
             changed = changes(self._model, config, self._parameters)
+            require_known_tokens(folder, changed, self._parameters)
             self._require_like_others(adapter, changed)
             with plain_state_dicts(self._model), asked_for_own_tokens(self._model):
                 if self._peft is None:

@@ -6,10 +6,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from genlm.core.errors import InvalidAdapterError
 from genlm.kit.adapter_files import AdapterFolder, LoraModule, ends
+
+#: The setting for tokens whose embeddings are trained.
+TOKENS = "trainable_token_indices"
 
 
 def lora_config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]) -> Any:
@@ -45,7 +49,7 @@ def lora_config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
         target_modules=modules,
         target_parameters=targets or None,
         modules_to_save=whole or None,
-        trainable_token_indices=given.get("trainable_token_indices"),
+        trainable_token_indices=given.get(TOKENS),
         fan_in_fan_out=bool(given.get("fan_in_fan_out")),
         use_dora=bool(given.get("use_dora")),
         lora_bias=bool(given.get("lora_bias")),
@@ -78,7 +82,7 @@ def changes(
     # PEFT takes every module whose name ends so, and what is below it.
     for how, saved in (
         ("modules_to_save", config.modules_to_save or ()),
-        ("trainable_token_indices", wrapped),
+        (TOKENS, wrapped),
     ):
         for layer in dict.fromkeys(name.rpartition(".")[0] for name in parameters):
             for end in saved:
@@ -86,6 +90,35 @@ def changes(
                 if found:
                     changed[layer] = how, before + end
     return changed
+
+
+def require_known_tokens(
+    folder: AdapterFolder,
+    changed: Mapping[str, tuple[str, str]],
+    parameters: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Refuse tokens that the model does not have: on CUDA, an index beyond the end of a tensor
+    leaves the whole process without its device.
+
+    Args:
+        folder: The adapter.
+        changed: What :func:`changes` says of it.
+        parameters: Of the model without adapters.
+
+    Raises:
+        InvalidAdapterError: it trains one.
+    """
+    given = folder.config.get(TOKENS) or []
+    largest = max(
+        chain.from_iterable(given.values() if isinstance(given, dict) else [given]), default=0
+    )
+    for how, module in changed.values():
+        size = parameters.get(f"{module}.weight", (math.inf,))[0]
+        if how == TOKENS and largest >= size:
+            raise InvalidAdapterError(
+                f"LoRA adapter {folder.path} is made for another model: it trains token {largest} "
+                f"of {module}, which has {size}; give an adapter made for this model"
+            )
 
 
 def _one_of(names: Iterable[str]) -> str:
