@@ -124,10 +124,13 @@ class Cells:
             case NewTrunk(trunk):
                 assert not trunk.layers
                 trunk.layers = [[0] * trunk.size]
-            case Copy(source, target, size):
-                assert source.start == target.start
-                assert 0 < size <= target.size
-                self.own(target)[:size] = self._valid(source, size)
+            case Copy(source, targets, size):
+                trunks = [one for one in targets if isinstance(one, Trunk)]
+                assert len(targets) == 1 if trunks else isinstance(source, Trunk)
+                for target in targets:
+                    assert source.start == target.start
+                    assert 0 < size <= len(self.own(target))
+                    self.own(target)[:size] = self._valid(source, size)
             case Fork(sources, targets, columns):
                 assert not set(sources) & set(targets)
                 for source, target in zip(sources, targets, strict=True):

@@ -48,8 +48,8 @@ class Meter:
                 self._columns = columns
             case NewTrunk() | Blank():
                 pass
-            case Copy(_, _, size):
-                self.moved += size
+            case Copy(_, targets, size):
+                self.moved += len(targets) * size
             case Fork(sources, _, columns):
                 self.moved += len(sources) * columns
             case Shift(rows, _, columns):

@@ -297,6 +297,25 @@ def test_one_more_trunk_launches_one_kernel_a_layer(shared: int) -> None:
     assert counts[1] - counts[0] == (12 - 4) * LLAMA.num_hidden_layers
 
 
+def test_rows_that_leave_a_trunk_early_are_copied_from_it_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "ROW_BY_ROW", set())
+    model = build(LlamaConfig.from_dict(LLAMA.to_dict()))
+    counts = []
+    for n in (2, 64):
+        engine = proven(copy.deepcopy(model)).engine
+        (prompt,) = [one * 4 for one in contexts_of(WORTH.trunk // 4, 1)]
+        for contexts in ([prompt], [[*prompt, at] for at in range(3)], contexts_of(20, n)):
+            ask(engine, *contexts)
+        with Launched() as launched:
+            asked = [[*prompt[:20], at] for at in range(n)]
+            engine.genlm_step([Query(tuple(one)) for one in asked], [])
+        counts.append(launched.count)
+    # Rows that are no neighbours are gathered.
+    assert counts[1] <= counts[0] + 4 * LLAMA.num_hidden_layers
+
+
 @pytest.mark.parametrize("row_by_row", [{"cpu"}, set[str]()])
 def test_a_fork_copies_the_same_in_either_way(
     row_by_row: set[str], monkeypatch: pytest.MonkeyPatch

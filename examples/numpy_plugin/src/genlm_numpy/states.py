@@ -40,8 +40,9 @@ class Table:
             case kv.NewTrunk(trunk):
                 layers, _, _, _, width = self._rows.shape
                 trunk.layers = list(np.zeros((layers, 2, trunk.size, width), dtype=np.float32))
-            case kv.Copy(source, target, size):
-                self._copy(source, target, size)
+            case kv.Copy(source, targets, size):
+                for target in targets:
+                    self._copy(source, target, size)
             case kv.Fork(sources, targets, columns):
                 for source, target in zip(sources, targets, strict=True):
                     self._copy(source, target, columns)

@@ -36,10 +36,17 @@ class NewTrunk:
 
 @frozen
 class Copy:
-    """Copy the first positions of a segment to the front of another; one of them is a trunk."""
+    """Copy the first positions of a segment to the front of one trunk, or those of a trunk to the
+    front of rows.
+
+    Attributes:
+        source: What is read.
+        targets: What is written.
+        size: The most positions that one of them needs.
+    """
 
     source: Segment
-    target: Segment
+    targets: tuple[Trunk] | tuple[Row, ...]
     size: int
 
 

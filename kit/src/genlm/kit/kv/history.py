@@ -59,8 +59,8 @@ def in_words(command: Command) -> str:
             told = f"to {rows} rows of {columns} columns, of which {len(kept)} stay"
         case NewTrunk(trunk):
             told = _name(trunk)
-        case Copy(source, target, size):
-            told = f"{size} positions of {_name(source)} to {_name(target)}"
+        case Copy(source, targets, size):
+            told = f"{size} positions of {_name(source)} to {', '.join(map(_name, targets))}"
         case Fork(sources, targets, columns):
             told = f"{columns} columns of rows {_slots(sources)} to rows {_slots(targets)}"
         case Shift(rows, by, _):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from operator import sub
 from typing import Any, Generic, TypeVar, cast
@@ -371,17 +372,24 @@ class Planner(Generic[A]):
                 segment.begins_like(like, length)
 
     def _copy(self, batch: Sequence[Placement[A]]) -> None:
-        """Copy known positions to new segments: the forks of rows together."""
+        """Copy known positions to new segments: the forks of rows together, and those of a
+        trunk."""
         forks: list[tuple[Row, Row, int]] = []
+        leaving: defaultdict[Segment, list[tuple[Row, int]]] = defaultdict(list)
         for placement in batch:
             size, source = placement.start - placement.base, placement.source
             target = placement.trunk or placement.row
             if source is None or target is None or not size:
                 continue
-            if isinstance(source, Row) and isinstance(target, Row):
+            if isinstance(target, Trunk):
+                self._table.do(Copy(source, (target,), size))
+            elif isinstance(source, Row):
                 forks.append((source, target, size))
             else:
-                self._table.do(Copy(source, target, size))
+                leaving[source].append((target, size))
+        for trunk, rows in leaving.items():
+            targets, sizes = zip(*rows, strict=True)
+            self._table.do(Copy(trunk, targets, max(sizes)))
         if forks:
             sources, targets, sizes = zip(*forks, strict=True)
             self._table.do(Fork(sources, targets, max(sizes)))

@@ -174,7 +174,7 @@ class Trunks:
         trunk.begins_like(row.known_key, trunk.stop)
         try:
             self._table.do(NewTrunk(trunk))
-            self._table.do(Copy(row, trunk, trunk.size))
+            self._table.do(Copy(row, (trunk,), trunk.size))
         except BaseException:
             self._tree.discard(trunk)
             raise

@@ -83,6 +83,16 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
                     forked = part.index_select(0, sources.on(device))
                     part.index_copy_(0, targets.on(device), forked)
 
+    def spread(self, source: LayerStates, slots: Indices, size: int) -> None:
+        """Copy the first positions of a trunk to the front of rows."""
+        for states, copied in zip((self.keys, self.values), source, strict=True):
+            device, front = states.device, copied[:, :, :size]
+            if device.type in ROW_BY_ROW:
+                for slot in slots.values:
+                    states[slot : slot + 1, :, :size] = front
+            else:
+                states[slots.on(device), :, :size] = front
+
     def shift(self, slots: Indices, by: int, columns: int) -> None:
         """Move columns of rows from ``by`` on to their front."""
         for states in (self.keys, self.values):
@@ -148,6 +158,13 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
         from_rows, to_rows = upload.add(sources), upload.add(targets)
         for layer in self.layers:
             layer.fork(from_rows, to_rows, columns)
+
+    @torch.inference_mode()
+    def spread(self, source: Sequence[LayerStates], slots: Sequence[int], size: int) -> None:
+        """Copy the first positions of a trunk to the front of rows."""
+        rows = Upload().add(slots)
+        for layer, states in zip(self.layers, source, strict=True):
+            layer.spread(states, rows, size)
 
     @torch.inference_mode()
     def shift(self, slots: Sequence[int], by: int, columns: int) -> None:

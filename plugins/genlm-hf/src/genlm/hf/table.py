@@ -43,8 +43,11 @@ class PoolTable:
                 pool.resize(rows, columns, kept)
             case NewTrunk(trunk):
                 trunk.layers = pool.new_trunk(trunk.size)
-            case Copy(source, target, size):
-                copy_front(self._states(source), self._states(target), size)
+            case Copy(source, (Trunk() as trunk,), size):
+                copy_front(self._states(source), trunk.layers, size)
+            case Copy(trunk, rows, size):
+                slots = [row.slot for row in rows if isinstance(row, Row)]
+                pool.spread(self._states(trunk), slots, size)
             case Fork(sources, targets, columns):
                 pool.fork([row.slot for row in sources], [row.slot for row in targets], columns)
             case Shift(rows, by, columns):

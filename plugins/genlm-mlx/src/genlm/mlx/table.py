@@ -120,8 +120,8 @@ class Table:
                     tuple(_zeros(state, 1, trunk.size) for state in layer.state)
                     for layer in self.layers
                 ]
-            case commands.Copy(source, target, size):
-                self._copy(source, target, size)
+            case commands.Copy(source, targets, size):
+                self._copy(source, targets, size)
             case commands.Fork(sources, targets, columns):
                 self._fork([row.slot for row in sources], [row.slot for row in targets], columns)
             case commands.Shift(rows, by, columns):
@@ -153,12 +153,13 @@ class Table:
         mx.eval(keys, values)
         return keys, values
 
-    def _copy(self, source: Segment, target: Segment, size: int) -> None:
+    def _copy(self, source: Segment, targets: Sequence[Segment], size: int) -> None:
         for layer in self.layers:
-            states, slot = _place(target, layer)
-            for state, front in zip(states, self._front(source, layer, size), strict=True):
-                state[slot : slot + 1, :, :size] = front
-            mx.eval(states)
+            fronts = self._front(source, layer, size)
+            for states, slot in (_place(target, layer) for target in targets):
+                for state, front in zip(states, fronts, strict=True):
+                    state[slot : slot + 1, :, :size] = front
+                mx.eval(states)
 
     def _resize(self, slots: int, columns: int, kept: Sequence[int]) -> None:
         taken = mx.array(kept, mx.int32)
