@@ -111,7 +111,7 @@ def outcome(lm: AsyncLM, case: Case, atol: float, forwards: Sequence[int] = ()) 
             if expected is None:
                 raise Violation(f"{case.kind.name}: accepted, though PEFT itself fails with it")
             right = expected[round][: len(row)].log_softmax(-1)  # padding is dropped
-            off = float((row[: len(right)] - right).abs().max())
+            off = float((row[: len(right)].cpu() - right).abs().max())
             whose = "the base model" if name is None else f"the {name} adapter"
             check(off < atol, f"{case.kind.name}: {whose} is {off:.3g} off in round {round}")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from genlm.kit.twin import small_model, thresholds
+
+from .shapes import DEVICE
 
 #: What the configurations of some families leave open, though none of their models does.
 LEFT_OPEN: dict[str, dict[str, Any]] = {
@@ -39,4 +40,4 @@ def small_family(family: str, far: int) -> Any:
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
     changed = {one.path: far for one in thresholds(config.to_dict())}
-    return small_model(kind, config, torch.device("cpu"), changed)
+    return small_model(kind, config, DEVICE, changed)

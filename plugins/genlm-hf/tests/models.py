@@ -22,7 +22,7 @@ from genlm.kit.twin import thresholds
 from tests.engines import rows_of
 
 from .families import small_family
-from .shapes import SHAPE, TOKENS
+from .shapes import DEVICE, SHAPE, TOKENS
 
 #: A context, and a continuation of it that is scored.
 Scored = tuple[Sequence[int], Sequence[int]]
@@ -77,7 +77,7 @@ class Pair:
         scores = []
         for context, tail in asked:
             rows = self.expected(*[(*context, *tail[:n]) for n in range(len(tail))])
-            scores.append(rows.gather(1, torch.tensor(tail)[:, None])[:, 0])
+            scores.append(rows.gather(1, torch.tensor(tail, device=DEVICE)[:, None])[:, 0])
         return scores
 
     def check_scores(self, *asked: Scored) -> None:
@@ -98,7 +98,7 @@ def row_of(model: Any, context: Sequence[int]) -> torch.Tensor:
     config = model.config.get_text_config(decoder=True)
     if rope_scalings(config, "dynamic", "longrope"):
         model = copy.deepcopy(model)
-    logits = model(input_ids=torch.tensor([list(context)]), use_cache=False).logits
+    logits = model(input_ids=torch.tensor([list(context)], device=DEVICE), use_cache=False).logits
     return logits[0, -1].double().log_softmax(-1)
 
 
@@ -110,7 +110,7 @@ def build(config: PretrainedConfig) -> Any:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.15)
-    return model.eval()
+    return model.to(DEVICE).eval()
 
 
 def beside(model: Any, reference: Any, **options: Any) -> Pair:
@@ -217,7 +217,7 @@ def sweep(family: str) -> Sweep:
                     return Sweep(family, "fails by itself", f"{error}"[:200], done.reuse)
                 distance = (pair.ask(*batch) - cold).abs().nan_to_num(0.0)
                 worst = max(worst, float(distance.max()))
-            tokens = torch.tensor(other[around // 2 : min(around + 3, longest)])
+            tokens = torch.tensor(other[around // 2 : min(around + 3, longest)], device=DEVICE)
             prefixes = [other[: around // 2 + at] for at in range(len(tokens))]
             cold = pair.expected(*prefixes).gather(1, tokens[:, None])[:, 0]
             (scores,) = pair.engine.genlm_sequence_logprobs([Query(prefixes[0])], [tokens.tolist()])

@@ -1,8 +1,14 @@
-"""Shapes of tiny models."""
+"""Shapes of tiny models, and where they are."""
 
 from __future__ import annotations
 
+import os
+
+import torch
 from transformers import Lfm2Config, MambaConfig
+
+#: docs/gpu.md gives another one.
+DEVICE = torch.device(os.environ.get("GENLM_TEST_DEVICE", "cpu"))
 
 TOKENS = 257  # every byte, and the end
 

@@ -19,6 +19,7 @@ from tools.gpu.tries import trie_figures
 from tools.shapes import model_of
 
 from .models import llama_config, proven
+from .shapes import DEVICE
 
 pytestmark = pytest.mark.any_version
 
@@ -61,7 +62,7 @@ def test_every_forward_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> No
     model = proven(llama_config())
     probed = len(devices)
     model.ask((1, 2, 3))
-    assert set(devices) == {"cpu"}
+    assert set(devices) == {DEVICE.type}
     assert len(devices) == probed + 1
 
 

@@ -27,7 +27,7 @@ from genlm.core.mock import ByteTokenizer
 from genlm.hf import AsyncTransformer
 
 from .models import build
-from .shapes import SHAPE
+from .shapes import DEVICE, SHAPE
 
 pytest.importorskip("peft", reason="LoRA needs peft")
 
@@ -46,7 +46,7 @@ def write(folder: Path, modules: Mapping[str, tuple[int, int]], **settings: Any)
         down, up = torch.randn(RANK, inputs) * 0.3, torch.randn(outputs, RANK) * 0.3
         tensors[f"base_model.model.{name}.lora_A.weight"] = down
         tensors[f"base_model.model.{name}.lora_B.weight"] = up
-        changes[name] = SCALE * up @ down
+        changes[name] = (SCALE * up @ down).to(DEVICE)
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK, **settings}
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -56,7 +56,7 @@ def write(folder: Path, modules: Mapping[str, tuple[int, int]], **settings: Any)
 
 @torch.no_grad()
 def row(model: Any) -> torch.Tensor:
-    return model(input_ids=torch.tensor([CONTEXT])).logits[0, -1].log_softmax(-1)
+    return model(input_ids=torch.tensor([CONTEXT], device=DEVICE)).logits[0, -1].log_softmax(-1)
 
 
 def check(base: Any, folder: Path, merged: Any) -> None:

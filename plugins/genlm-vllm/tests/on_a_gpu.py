@@ -15,8 +15,9 @@ import torch
 
 import genlm.vllm.loading as loading
 from genlm.conformance.declaration import Declaration
+from tests.on_a_gpu import close
 
-_defaults, _heed, _close = loading._defaults, loading._heed_float32, torch.testing.assert_close
+_defaults, _heed = loading._defaults, loading._heed_float32
 
 #: vLLM's kernels for adapters take half precision, in which rows are this far apart, nats; and the
 #: probabilities that the suite compares.
@@ -40,17 +41,5 @@ def heed(engine_opts):
     _heed(engine_opts)
 
 
-def close(*rows, **how):
-    """Rows come on the device; the tests compare them with rows made on the CPU."""
-    _close(*map(on_the_cpu, rows), **how)
-
-
-def on_the_cpu(given):
-    if isinstance(given, torch.Tensor):
-        return given.cpu()
-    return type(given)(map(on_the_cpu, given)) if isinstance(given, list | tuple) else given
-
-
 if torch.cuda.is_available():
     loading._defaults, loading._heed_float32 = defaults, heed
-    torch.testing.assert_close = close
