@@ -15,8 +15,7 @@ Sizes = tuple[int, int, int, int, int]
 
 
 def _transformer(sizes: Sizes) -> dict[str, Any]:
-    """What shapes with attention have in common. Weights are large enough that a token far back
-    changes the row."""
+    """What shapes with attention have in common."""
     width, layers, heads, kv_heads, inner = sizes
     return {
         "vocab_size": VOCABULARY,
@@ -27,7 +26,6 @@ def _transformer(sizes: Sizes) -> dict[str, Any]:
         "head_dim": width // heads,
         "intermediate_size": inner,
         "max_position_embeddings": 4096,
-        "initializer_range": 0.1,
     }
 
 
@@ -63,9 +61,15 @@ SHAPES = {
 
 
 def model_of(shape: str, device: str, dtype: torch.dtype) -> Any:
-    """A model of a shape's name, with random weights, on a device."""
+    """A model of a shape's name, with random weights, on a device.
+
+    In float32 they are large enough that a token far back changes the row. In half precision its
+    rows would be noise then, and state be reused in another way than that of real models.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
+    config = SHAPES[shape]()
+    config.initializer_range = 0.1 if dtype == torch.float32 else 0.02
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(SHAPES[shape](), dtype=dtype).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -11,6 +11,7 @@ import torch
 
 from genlm.core.mock import ByteTokenizer
 from genlm.hf import AsyncTransformer
+from genlm.hf.cudnn import attention_kernels
 from genlm.hf.runner import CACHE_NAMES
 from tools.gpu import peer
 from tools.gpu.timing import medians, seconds, work_of
@@ -40,7 +41,8 @@ class WideTokenizer(ByteTokenizer):
 
 
 class Raw:
-    """The model as transformers has it, with a cache of its own: the floor."""
+    """The model as transformers has it, with a cache of its own and hf's choice of kernels: the
+    floor. With cuDNN's attention it would compile a plan for each new shape."""
 
     def __init__(self, model: Any, contexts: list[list[int]]) -> None:
         self._model = model
@@ -56,7 +58,8 @@ class Raw:
     @torch.inference_mode()
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         options: dict[str, Any] = {} if self._cache is None else {self._name: self._cache}
-        result = self._model(ids, use_cache=True, logits_to_keep=1, **options)
+        with attention_kernels(self._model.device):
+            result = self._model(ids, use_cache=True, logits_to_keep=1, **options)
         self._cache = getattr(result, self._name)
         rows: torch.Tensor = result.logits[:, -1].float().log_softmax(-1)
         return rows
