@@ -40,13 +40,16 @@ from genlm.kit.segments import Row, Segment, Trunk
 
 pytestmark = pytest.mark.any_version
 
-#: The numbers of hf, of mlx, and some small ones, so that short contexts reach all of them.
+#: The numbers of hf on a CPU, of mlx, some small ones, so that short contexts reach all of them,
+#: and those of hf elsewhere.
 WORTHS = (
     Worth(),
     Worth(sharing=512, waste=2.0),
     Worth(2, 2, 4, 2, 6, 1.25, 1, 2, 2, 3),
     Worth(1, 1, 1, 1, 1, 1.0, 0, 1, 1, 2),
     Worth(4, 3, 16, 8, 12, 2.0, 4, 4, 4, 6),
+    Worth(2, 2, 4, 2, 6, 1.25, 1, 2, 2, 3, 60),
+    Worth(plenty=2**18),
 )
 
 #: Lengths on both sides of every threshold, and of the chunks that long prompts are computed in.
@@ -480,6 +483,22 @@ def test_room_beside_a_trunk_is_used() -> None:
     ask(kept, [2] * 4)
     ask(kept, [3] * 4)
     assert [kept.known(Wanted([first] * 4)) for first in (2, 3)] == [3, 3]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_while_there_is_plenty_of_room_only_what_saves_much_becomes_a_trunk(known: bool) -> None:
+    prompt = [1] * 600
+
+    def trunks(budget: int, forks: int) -> int:
+        kept = Kept(budget, Worth(plenty=10_000))
+        if known:
+            ask(kept, prompt)
+        ask(kept, *([*prompt, token] for token in range(forks)))
+        return sum(isinstance(one, Trunk) for one in kept.tree.kept)
+
+    assert trunks(budget=10**6, forks=8) == 0
+    assert trunks(budget=10**6, forks=40) == 1
+    assert trunks(budget=9000, forks=8) == 1, "eight rows take more than half of it"
 
 
 @pytest.mark.parametrize("call", ["place", "pin"])

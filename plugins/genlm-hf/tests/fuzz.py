@@ -48,7 +48,8 @@ CONSTANTS = {
     "genlm.hf.pool.ROW_BY_ROW": (frozenset({"cpu"}), frozenset[str]()),
     "genlm.hf.snapshots.STEP_COST": (1, 4, 16),
     "genlm.hf.strategies.WORTH": tuple(
-        Worth(waiting=waiting, sharing=sharing, trunk=trunk)
+        Worth(waiting=waiting, sharing=sharing, trunk=trunk, plenty=plenty)
+        for plenty in (0, 0, 100)
         for waiting in (2, 16)
         for sharing in (1, 16, 1024)
         for trunk in (2, 32, 512)

@@ -29,6 +29,7 @@ from transformers import (
 from genlm.core import Query
 from genlm.hf import engine as engine_module
 from genlm.hf import pool as pool_module
+from genlm.hf import strategies
 from genlm.hf.attention import ROW_ATTENTION
 from genlm.hf.engine import HFEngine
 from genlm.hf.evaluator import Evaluator
@@ -38,6 +39,7 @@ from genlm.hf.probe import Choice
 from genlm.hf.reuse import Reuse
 from genlm.hf.strategies import WORTH, Computed
 from genlm.hf.upload import Upload
+from tests.engines import rows_of
 from tools.launched import Launched
 
 from .models import build, proven
@@ -173,7 +175,10 @@ def test_a_step_in_rows_copies_once(config: PretrainedConfig, reuse: Reuse, ther
 
 
 @pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma2"])
-def test_a_step_over_trunks_copies_once(config: PretrainedConfig, there: Make) -> None:
+def test_a_step_over_trunks_copies_once(
+    config: PretrainedConfig, there: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategies, "PLENTY", 0)
     engine = there(config)
     prompt, other = ([at, *range(1, 250)] * 6 for at in (0, 250))
     assert ask(engine, prompt) == ONE  # computed in a trunk
@@ -253,6 +258,17 @@ def test_a_step_launches_ten_kernels_more_than_transformers(
     contexts = contexts_of(length, n)
     for token in range(2):  # the table is large enough then
         launched(engine, contexts)
+        contexts = [[*one, token] for one in contexts]
+    assert launched(engine, contexts) <= 10
+
+
+def test_contexts_behind_shared_prompts_launch_no_more_while_there_is_room(there: Make) -> None:
+    """On an H200 trunks took twice as long as rows."""
+    engine = there(LLAMA)
+    prompts = [one * 4 for one in contexts_of(WORTH.trunk // 4, 8)]
+    contexts = [[*prompt, at] for prompt in prompts for at in range(4)]
+    for token in range(2):
+        rows_of(engine, [Query(tuple(one)) for one in contexts])
         contexts = [[*one, token] for one in contexts]
     assert launched(engine, contexts) <= 10
 

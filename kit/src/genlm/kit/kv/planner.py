@@ -291,8 +291,9 @@ class Planner(Generic[A]):
         """Give a new context its own trunk up to where others will fork."""
         placement.cut = placement.base
         if cuts and self._shares and placement.kept:
-            cut, _ = best_cut(cuts, placement.base)
-            if cut - placement.base >= self._worth.trunk:
+            cut, saved = best_cut(cuts, placement.base)
+            worth = self._trunks.worth(len(cuts) + 1, placement.sequence.length)
+            if cut - placement.base >= worth.trunk and saved >= worth.plenty:
                 placement.cut = cut
 
     def _set_apart(self, batch: Sequence[Placement[A]]) -> None:

@@ -40,6 +40,9 @@ class Worth:
             this many.
         outliers: The most shorter rows that become trunks because they are longer than the others.
         path: The most trunks below a context, usually.
+        plenty: While less than half of the budget is taken, only what saves or wastes this many
+            positions becomes a trunk: for devices that would launch more kernels for it than they
+            need for so many positions.
     """
 
     step: int = 32
@@ -52,10 +55,15 @@ class Worth:
     collecting: int = 64
     outliers: int = 4
     path: int = 6
+    plenty: int = 0
 
     def columns(self, length: int) -> int:
         """How many columns are allotted for ``length`` positions."""
         return -(-length // self.step) * self.step
+
+    def shared(self, size: int, saved: int) -> bool:
+        """Whether ``size`` positions of a row, which save so many copies, become a trunk."""
+        return (saved >= self.sharing or size >= self.trunk) and saved >= self.plenty
 
     def a_product(self, trunk: Trunk, start: int) -> bool:
         """Whether a context that leaves a trunk at ``start`` should stand on it."""
@@ -70,7 +78,7 @@ class Worth:
             count: How many rows there are.
             total: The sum of their sizes.
         """
-        most = self.waste * total + self.step * count
+        most = self.waste * total + self.step * count + self.plenty
         return longest > 2 * self.step and self.columns(longest) * count > most
 
     def saves_room(self, sizes: Sequence[int], columns: int) -> bool:

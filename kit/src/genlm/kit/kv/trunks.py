@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence, Set
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from attrs import evolve
+
 from genlm.core.checks import describe_error
 from genlm.core.context import Context
 from genlm.core.logs import get_logger
@@ -38,7 +40,7 @@ class Trunks:
         self._tree = tree
         self._room = room
         self._table = table
-        self._worth = worth
+        self._roomy, self._tight = worth, evolve(worth, plenty=0)
         self._new_rows = 0  # since rows were last looked at for what they have in common
 
     def share_forked(self, batch: Sequence[Placement[Any]], columns: int) -> bool:
@@ -56,9 +58,11 @@ class Trunks:
         for one in batch if forked else ():
             if isinstance(one.found, Row) and one.found in forked:
                 wanted.setdefault(one.found, []).append(one.start)
+        copies = len(batch) - sum(one.continued for one in batch)
         for row, cuts in wanted.items():
             cut, saved = best_cut(cuts, row.start)
-            if saved >= self._worth.sharing or cut - row.start >= self._worth.trunk:
+            size = cut - row.start
+            if self.worth(copies, max(columns, size)).shared(size, saved):
                 changed |= self.split([row], cut, protected)
         fresh = [one for one in batch if one.needs_row] if forked else ()
         new = [(one.sequence.length - one.cut, one) for one in fresh]
@@ -67,6 +71,12 @@ class Trunks:
             if isinstance(long, Row) and long in self._tree.kept:
                 changed |= self.split([long], long.stop, protected)
         return changed
+
+    def worth(self, rows: int, columns: int) -> Worth:
+        """What sharing is weighed with, where so many new rows come, and all have at least so many
+        columns."""
+        columns = max(columns, self._tree.columns)
+        return self._tight if self._room.is_tight(rows, columns) else self._roomy
 
     def too_long(
         self, columns: int, new: Sequence[tuple[int, T]], grown: Set[Row] = frozenset()
@@ -79,10 +89,11 @@ class Trunks:
             new: The size of each row that the batch adds, and its owner.
             grown: Rows in whose place some of these come.
         """
-        tree, worth = self._tree, self._worth
+        tree = self._tree
         columns, more = max(columns, tree.columns), len(new) - len(grown)
         total = tree.row_positions + sum([size for size, _ in new]) - sum(row.size for row in grown)
-        short = columns >= worth.trunk and self._room.is_tight(more, columns)
+        worth = self.worth(more, columns)
+        short = columns >= worth.trunk and worth is self._tight
         if not (short or worth.too_wide(columns, len(tree.rows) + more, total)):
             return []
         rows: list[tuple[int, Row | T]] = [(row.size, row) for row in tree.rows if row not in grown]
@@ -122,18 +133,23 @@ class Trunks:
 
     def _worth_splitting(self, needs: Needs) -> list[tuple[list[Row], int]]:
         """Rows, and where to cut them; none if the table has little unused room."""
-        tree, worth = self._tree, self._worth
+        tree = self._tree
         rows = list(tree.rows)
         count = len(rows) + needs.rows
-        columns = max(needs.columns, *(worth.columns(row.size) for row in rows), 0)
+        columns = max(needs.columns, *(self._roomy.columns(row.size) for row in rows), 0)
+        worth = self.worth(needs.rows, columns)
         unused = count * (columns - worth.spare) - worth.waste * needs.computed
-        if unused <= 0:  # whatever they have in common
+        if unused <= worth.plenty:  # whatever they have in common
             return []
         families = families_of(rows)
         distinct = tree.row_positions - sum(sum(common) for _, common in families)
         if unused <= worth.waste * distinct:
             return []
-        parts = [part for family in families for part in common_parts(family, worth.collecting)]
+        parts = [
+            part
+            for family in families
+            for part in common_parts(family, max(worth.collecting, worth.plenty))
+        ]
         if parts:
             return parts
         long = [row for row in rows if row.size >= columns - worth.step]
@@ -206,7 +222,7 @@ class Trunks:
                 self._join(upper)  # only of similar size: nothing is copied over log(n) times
             else:
                 upper = below
-        while len(path := [trunk, *(below for below, _ in trunk.path())]) > self._worth.path:
+        while len(path := [trunk, *(below for below, _ in trunk.path())]) > self._roomy.path:
             others = {
                 upper: self._tree.above(below, but=upper)
                 for upper, below in pairwise(path)

@@ -37,13 +37,16 @@ class Runner:
         adapters: Its adapters.
         pool: Where key/value state goes.
         patterns: What each layer attends to; needed for packed forwards only.
+
+    Attributes:
+        device: Where the model's first weight is.
     """
 
     def __init__(
         self, model: Any, adapters: AdapterSet, pool: RowPool, patterns: Sequence[Pattern] | None
     ) -> None:
         self._model = model
-        self._device: torch.device = model.device  # of its first weight, which it looks for
+        self.device: torch.device = model.device  # asked once: it looks for that weight
         self._adapters = adapters
         self.pool = pool
         self._patterns = patterns
@@ -104,7 +107,7 @@ class Runner:
         """
         if self._patterns is None:
             raise ValueError("packed forwards need the layers' attention patterns")
-        upload, device = Upload(), self._device
+        upload, device = Upload(), self.device
         layout = PackedLayout(chunks, self._patterns, upload, device.type)
         self.pool.layout = layout
         ids, places = upload.add(tokens), upload.add(wanted)
@@ -210,7 +213,7 @@ class Runner:
         """The tokens of ``rows`` rows of equal length, ``[rows, tokens]`` on the device, and the
         places that are wanted."""
         ids, places = upload.add(tokens), upload.add(wanted)
-        return ids.on(self._device).view(rows, -1), places
+        return ids.on(self.device).view(rows, -1), places
 
     def _forward(
         self, rows: Sequence[Adapter | None], wanted: Indices, **inputs: Any
@@ -223,14 +226,14 @@ class Runner:
         inputs = {**self._asked, **inputs}
         if not self._takes_use_cache:
             inputs.pop("use_cache")
-        self._wanted, self._selected = wanted.on(self._device), False
+        self._wanted, self._selected = wanted.on(self.device), False
         width = inputs["input_ids"].shape[1]
         first = () if self._ids_by_name else (inputs.pop("input_ids"),)
         of_wanted = (at // width for at in wanted.values)
         try:
             with (
                 torch.inference_mode(),
-                attention_kernels(self._device),
+                attention_kernels(self.device),
                 self._adapters.applied(rows, of_wanted),
             ):
                 self._rope.forget()

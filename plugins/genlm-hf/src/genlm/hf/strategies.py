@@ -11,7 +11,7 @@ from operator import sub
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from genlm.core.types import Adapter
 from genlm.hf.layout import Chunks, ranges
@@ -32,8 +32,9 @@ Placed = Placement[TokenSequence]
 #: A placed sequence, and the start and stop of the positions of it that one forward computes.
 Part = tuple[Placed, int, int]
 
-#: What sharing is weighed with.
-WORTH = Worth()
+#: What sharing is weighed with. In the time in which other devices launch the kernels of a trunk,
+#: they compute about so many positions in rows.
+WORTH, PLENTY = Worth(), 2**18
 
 #: A forward: chunks, their tokens, an adapter for each chunk, which tokens are wanted; gives their
 #: logits.
@@ -342,5 +343,6 @@ def strategy_for(reuse: Reuse, runner: Runner, max_tokens: int, budget: int) -> 
     if reuse is Reuse.SNAPSHOTS:
         return InSnapshots(runner, max_tokens, Snapshots(budget))
     shares = reuse is Reuse.SHARED
-    planner: Planner[TokenSequence] = Planner(PoolTable(runner.pool, budget), WORTH, shares)
+    worth = WORTH if runner.device.type == "cpu" else evolve(WORTH, plenty=PLENTY)
+    planner: Planner[TokenSequence] = Planner(PoolTable(runner.pool, budget), worth, shares)
     return (Uniform if reuse is Reuse.UNIFORM else Packed)(runner, max_tokens, planner)
