@@ -46,6 +46,7 @@ async def smc(
     """Run ``n`` particles; return them and the estimate of the log normalising constant."""
     particles = [Particle() for _ in range(n)]
     log_constant = 0.0
+    allowed = allowed.to((await lm.next_token_logprobs(prompt)).device)  # once, not for each row
     for _ in range(max_tokens):
         # Random numbers are drawn before waiting: the result does not depend on the order of the
         # answers.
@@ -62,12 +63,11 @@ async def extend(
     particle: Particle, lm: AsyncLM, prompt: list[int], allowed: torch.Tensor, uniform: float
 ) -> None:
     """Draw the next token from the allowed ones, and multiply the weight by their mass."""
-    row = (await lm.next_token_logprobs([*prompt, *particle.token_ids])).cpu()[allowed].double()
-    cumulative = row.softmax(0).cumsum(0)
-    token_id = int(
-        allowed[torch.searchsorted(cumulative, uniform * cumulative[-1].item(), right=True)]
-    )
-    particle.log_weight += row.logsumexp(0).item()
+    row = await lm.next_token_logprobs([*prompt, *particle.token_ids])
+    allowed = allowed.to(row.device)
+    mass = row[allowed].double().exp().cumsum(0)
+    token_id = int(allowed[torch.searchsorted(mass, uniform * mass[-1], right=True)])
+    particle.log_weight += mass[-1].log().item()
     particle.finished = token_id == lm.tokenizer.eos_token_id
     if not particle.finished:
         particle.token_ids += (token_id,)
