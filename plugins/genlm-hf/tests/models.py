@@ -77,7 +77,7 @@ class Pair:
         scores = []
         for context, tail in asked:
             rows = self.expected(*[(*context, *tail[:n]) for n in range(len(tail))])
-            scores.append(rows.gather(1, torch.tensor(tail, device=DEVICE)[:, None])[:, 0])
+            scores.append(rows.gather(1, torch.tensor(tail, device=rows.device)[:, None])[:, 0])
         return scores
 
     def check_scores(self, *asked: Scored) -> None:
@@ -98,7 +98,9 @@ def row_of(model: Any, context: Sequence[int]) -> torch.Tensor:
     config = model.config.get_text_config(decoder=True)
     if rope_scalings(config, "dynamic", "longrope"):
         model = copy.deepcopy(model)
-    logits = model(input_ids=torch.tensor([list(context)], device=DEVICE), use_cache=False).logits
+    logits = model(
+        input_ids=torch.tensor([list(context)], device=model.device), use_cache=False
+    ).logits
     return logits[0, -1].double().log_softmax(-1)
 
 

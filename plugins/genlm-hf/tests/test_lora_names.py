@@ -176,7 +176,7 @@ def llava() -> Any:
     for parameter in base.parameters():  # its rows are far from uniform
         if parameter.ndim > 1:
             parameter.data.normal_(0, 0.15)
-    return base
+    return base.to(DEVICE)
 
 
 @pytest.mark.parametrize(

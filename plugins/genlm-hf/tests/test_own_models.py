@@ -95,7 +95,9 @@ def test_a_model_that_returns_tuples_by_its_configuration() -> None:
     config = MambaConfig(vocab_size=258, hidden_size=32, num_hidden_layers=2, state_size=4)
     model = build(config)
     with torch.no_grad():
-        right = model(torch.tensor(CONTEXTS[1:2])).logits[0, -1].log_softmax(-1)
+        right = (
+            model(torch.tensor(CONTEXTS[1:2], device=model.device)).logits[0, -1].log_softmax(-1)
+        )
     model.config.return_dict = False
     with AsyncTransformer(model, ByteTokenizer()) as lm:
         lm.next_token_logprobs_sync(CONTEXTS[0])

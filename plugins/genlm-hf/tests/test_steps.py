@@ -185,7 +185,8 @@ def test_the_output_layer_computes_the_rows_that_are_asked_and_whoever_calls_the
     )
     llama.check(*draw(3, 20))
     assert computed == [3]
-    assert llama.engine.model(input_ids=torch.tensor(draw(2, 9))).logits.shape[:2] == (2, 9)
+    ids = torch.tensor(draw(2, 9), device=llama.engine.model.device)
+    assert llama.engine.model(input_ids=ids).logits.shape[:2] == (2, 9)
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(**SHAPE), MAMBA], ids=["llama", "mamba"])
