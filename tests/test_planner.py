@@ -501,6 +501,24 @@ def test_while_there_is_plenty_of_room_only_what_saves_much_becomes_a_trunk(know
     assert trunks(budget=9000, forks=8) == 1, "eight rows take more than half of it"
 
 
+def test_while_there_is_plenty_of_room_few_contexts_copy_a_pinned_trunk() -> None:
+    prompt = [1] * 600
+
+    def standing(budget: int, forks: int) -> int:
+        kept = Kept(budget, Worth(plenty=10_000))
+        ask(kept, prompt)
+        kept.pin(Wanted(prompt))
+        contexts = [[*prompt, token] for token in range(forks)]
+        ask(kept, *contexts)
+        ask(kept, *([*context, 5] for context in contexts))
+        (trunk,) = (one for one in kept.tree.kept if isinstance(one, Trunk))
+        return len(trunk.children)
+
+    assert standing(budget=10**6, forks=8) == 0
+    assert standing(budget=10**6, forks=40) == 40
+    assert standing(budget=9000, forks=8) == 8
+
+
 @pytest.mark.parametrize("call", ["place", "pin"])
 def test_what_a_later_call_has_given_up_cannot_be_committed(call: str) -> None:
     kept = Kept(budget=1000)

@@ -56,6 +56,13 @@ class Placement(Generic[A]):
         """Whether it takes a new row."""
         return not self.continued and self.cut < self.sequence.length
 
+    def below(self) -> Segment | None:
+        """The segment that holds the position before the first one to compute."""
+        below = self.found
+        while below is not None and self.start <= below.start:
+            below = below.parent
+        return below
+
     def segments(self, start: int, stop: int) -> list[tuple[Row | Trunk, int, int]]:
         """Where positions ``start`` to ``stop`` (exclusive) go: segments, each with the start and
         stop of its positions."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from operator import sub
 from typing import Any, Generic, TypeVar, cast
@@ -19,6 +19,9 @@ from genlm.kit.kv.trunks import Trunks
 from genlm.kit.segments import Row, Segment, Trunk
 
 A = TypeVar("A", bound=TokenSequence)
+
+#: The numbers for a batch, and how many positions of each trunk it would copy.
+Weighed = tuple[Worth, Counter[Trunk]]
 
 
 class Planner(Generic[A]):
@@ -263,6 +266,7 @@ class Planner(Generic[A]):
         """Decide where each of them runs: in an existing row, on a trunk, or in a new row with a
         copy."""
         taken: set[Segment] = set()
+        weighed = self._weighed(batch)
         for placement in batch:
             found = placement.found
             if isinstance(found, Row) and found not in taken and placement.start >= found.start:
@@ -272,20 +276,29 @@ class Planner(Generic[A]):
                     placement.base = placement.cut = found.start
                     taken.add(found)
                     continue
-            self._plan_new(placement, cuts.get(placement.index, ()))
+            self._plan_new(placement, weighed, cuts.get(placement.index, ()))
         if self._shares:
-            self._set_apart(batch)
+            self._set_apart(batch, weighed)
 
-    def _plan_new(self, placement: Placement[A], cuts: Sequence[int]) -> None:
+    def _plan_new(self, placement: Placement[A], weighed: Weighed, cuts: Sequence[int]) -> None:
         """Where it runs without an existing row."""
-        below = placement.found
-        while below is not None and placement.start <= below.start:
-            below = below.parent
-        if isinstance(below, Trunk) and self._worth.a_product(below, placement.start):
+        below, (worth, saved) = placement.below(), weighed
+        if isinstance(below, Trunk) and worth.a_product(below, placement.start, saved[below]):
             placement.parent, placement.base = below, placement.start
         elif below is not None:
             placement.parent, placement.base, placement.source = below.parent, below.start, below
         self._with_trunk(placement, cuts)
+
+    def _weighed(self, batch: Sequence[Placement[A]]) -> Weighed:
+        """What sharing is weighed with in a batch."""
+        saved: Counter[Trunk] = Counter()
+        if not self._worth.plenty:  # as good as always
+            return self._worth, saved
+        for placement in batch:
+            if isinstance(below := placement.below(), Trunk):
+                saved[below] += placement.start - below.start
+        longest = max([one.sequence.length for one in batch], default=0)
+        return self._trunks.worth(len(batch), longest), saved
 
     def _with_trunk(self, placement: Placement[A], cuts: Sequence[int]) -> None:
         """Give a new context its own trunk up to where others will fork."""
@@ -296,7 +309,7 @@ class Planner(Generic[A]):
             if cut - placement.base >= worth.trunk and saved >= worth.plenty:
                 placement.cut = cut
 
-    def _set_apart(self, batch: Sequence[Placement[A]]) -> None:
+    def _set_apart(self, batch: Sequence[Placement[A]], weighed: Weighed) -> None:
         """Give contexts that are new, or grow by much, their own trunks where they would make all
         rows longer."""
         step = self._worth.step
@@ -312,7 +325,7 @@ class Planner(Generic[A]):
                 if isinstance(one, Placement) and one.kept:
                     if one.continued:
                         one.row, one.continued = None, False
-                        self._plan_new(one, ())
+                        self._plan_new(one, weighed, ())
                     one.cut = one.sequence.length
 
     def _needs(self, batch: Sequence[Placement[A]]) -> Needs:

@@ -65,10 +65,16 @@ class Worth:
         """Whether ``size`` positions of a row, which save so many copies, become a trunk."""
         return (saved >= self.sharing or size >= self.trunk) and saved >= self.plenty
 
-    def a_product(self, trunk: Trunk, start: int) -> bool:
-        """Whether a context that leaves a trunk at ``start`` should stand on it."""
+    def a_product(self, trunk: Trunk, start: int, saved: int) -> bool:
+        """Whether a context that leaves a trunk at ``start`` should stand on it.
+
+        Args:
+            trunk: The trunk.
+            start: A position of it.
+            saved: How many of its positions are not copied if all contexts of the batch do.
+        """
         with_others = start == trunk.stop and len(trunk.children) > 0
-        return with_others or start - trunk.start >= self.product
+        return with_others or (start - trunk.start >= self.product and saved >= self.plenty)
 
     def too_wide(self, longest: int, count: int, total: int) -> bool:
         """Whether rows as long as the longest are much longer than their contents.
