@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from genlm.core import Adapter, EngineError, Query
+from genlm.core import Adapter, Context, EngineError, Query
 from genlm.hf import pool, strategies
+from genlm.kit import prefixes
+from genlm.kit.kv import sequence
 from genlm.kit.kv.sharing import Worth
 from genlm.kit.segments import Trunk
 from tests.engines import add_lora, rows_of
@@ -69,6 +71,25 @@ def test_a_shorter_context_is_found_within_a_longer_one(llama: Any) -> None:
     llama.check(prompt[:25])
     llama.check((*prompt, 1))
     assert llama.forwards == [1, 1]
+
+
+def test_beside_a_long_newcomer_those_that_grow_are_not_searched_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The byte key of a context is as long as that: all keys took half of such a step."""
+    engine = proven(llama_config(), max_batch_tokens=64).engine
+    contexts = [Context(one) for one in draw(10, 20)]
+    newcomer = Context(draw(1, 60, seed=1)[0])
+    keyed = []
+
+    def key_of(version: int, tokens: Sequence[int]) -> bytes:
+        keyed.append(tuple(tokens))
+        return prefixes.key_of(version, tokens)
+
+    rows_of(engine, [Query(one) for one in contexts])
+    monkeypatch.setattr(sequence, "key_of", key_of)
+    rows_of(engine, [Query(one.followed_by((5,))) for one in contexts] + [Query(newcomer)])
+    assert set(keyed) <= {(*newcomer,)[:stop] for stop in range(61)}
 
 
 def test_scores_whose_rows_come_from_a_trunk_and_from_a_row(llama: Any) -> None:

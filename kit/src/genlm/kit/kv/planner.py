@@ -244,22 +244,19 @@ class Planner(Generic[A]):
         """The sequences to compute now; the others wait, because one of these computes much of what
         they need. For some of them, by index, also how many leading tokens each sequence that waits
         for it shares."""
-        enough = self._worth.waiting
-        if max([one.sequence.length - one.start for one in batch], default=0) < enough:
+        most = max([one.sequence.length - one.start for one in batch], default=0)
+        if most < self._worth.waiting:
             return batch, {}  # nobody would wait for one of these
         now: list[Placement[A]] = []
         shared: dict[int, list[int]] = {}
         together: Together[int] = self.together()
         for placement in batch:
-            leader = None
-            if placement.sequence.length - placement.start >= enough:
-                leader, common = together.leader(placement.sequence, placement.start)
-                if leader is None:
-                    together.add(placement.sequence, placement.index)
-                else:
-                    shared.setdefault(leader, []).append(common)
+            leader, common = together.leader(placement.sequence, placement.start)
             if leader is None:
+                together.add(placement.sequence, placement.start, placement.index)
                 now.append(placement)
+            else:
+                shared.setdefault(leader, []).append(common)
         return now, shared
 
     def _plan(self, batch: Sequence[Placement[A]], cuts: dict[int, list[int]]) -> None:

@@ -132,16 +132,16 @@ class Together(Generic[T]):
         self._waiting = waiting
         self._index: PrefixIndex[bytes, T] = PrefixIndex()
 
-    def __contains__(self, sequence: TokenSequence) -> bool:
-        return sequence.key in self._index
-
-    def add(self, sequence: TokenSequence, value: T) -> None:
-        """Compute this sequence with the others."""
-        self._index.add(sequence.key, value)
+    def add(self, sequence: TokenSequence, known: int, value: T) -> None:
+        """Compute this sequence, of which so many leading tokens are there, with the others."""
+        if sequence.length - known >= self._waiting:  # else it computes too little for others
+            self._index.add(sequence.key, value)
 
     def leader(self, sequence: TokenSequence, known: int) -> tuple[T | None, int]:
         """Which of them a sequence should wait for, if any, and how many of its leading tokens it
         then need not compute; ``known`` of these are already there."""
+        if sequence.latest_start - known < self._waiting:
+            return None, known
         nearest, common = self._index.nearest(sequence.key)
         shared = min(tokens_in(common), sequence.latest_start)
         if nearest is None or shared - known < self._waiting:

@@ -99,7 +99,7 @@ class Schedule(Generic[R]):
 
     def _in_turn(self, chosen: _Chosen) -> TokenSequence | None:
         """Fill up in the order asked; the chunk of the first that does not fit."""
-        left = [one for one in chosen.known if one not in chosen]
+        left = [one for one in chosen.known if one not in chosen.sequences]
         for turn, one in enumerate(left):
             if chosen.takes(one):
                 continue
@@ -140,11 +140,8 @@ class _Chosen:
     ) -> None:
         self.known = known
         self.room = room
-        self.sequences: list[TokenSequence] = []
+        self.sequences: dict[TokenSequence, None] = {}
         self._together = together
-
-    def __contains__(self, sequence: TokenSequence) -> bool:
-        return sequence in self._together
 
     def cost(self, sequence: TokenSequence) -> int:
         """How many more tokens to compute for a sequence, beside those chosen."""
@@ -161,5 +158,5 @@ class _Chosen:
     def take(self, sequence: TokenSequence) -> None:
         """Choose a sequence."""
         self.room -= self.cost(sequence)
-        self.sequences.append(sequence)
-        self._together.add(sequence, sequence)
+        self.sequences[sequence] = None
+        self._together.add(sequence, self.known[sequence], sequence)
