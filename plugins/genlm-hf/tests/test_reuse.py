@@ -73,8 +73,9 @@ def test_a_shorter_context_is_found_within_a_longer_one(llama: Any) -> None:
     assert llama.forwards == [1, 1]
 
 
-def test_beside_a_long_newcomer_those_that_grow_are_not_searched_for(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("more", [(5,), (5, 6)])
+def test_beside_a_long_newcomer_no_key_of_those_that_grow_is_made(
+    more: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The byte key of a context is as long as that: all keys took half of such a step."""
     engine = proven(llama_config(), max_batch_tokens=64).engine
@@ -88,8 +89,19 @@ def test_beside_a_long_newcomer_those_that_grow_are_not_searched_for(
 
     rows_of(engine, [Query(one) for one in contexts])
     monkeypatch.setattr(sequence, "key_of", key_of)
-    rows_of(engine, [Query(one.followed_by((5,))) for one in contexts] + [Query(newcomer)])
+    rows_of(engine, [Query(one.followed_by(more)) for one in contexts] + [Query(newcomer)])
     assert set(keyed) <= {(*newcomer,)[:stop] for stop in range(61)}
+
+
+def test_what_grows_by_two_tokens_shares_the_first_with_another(llama: Any) -> None:
+    parent = Context(draw(1, 40)[0])
+    llama.engine.genlm_cache_prefix(Query(parent))
+    rows_of(llama.engine, [Query(parent.followed_by((1, 2)))])
+    llama.forwards.clear()
+    longer = parent.followed_by((1, 3))
+    rows = rows_of(llama.engine, [Query(longer)])
+    torch.testing.assert_close(rows, llama.expected(longer), atol=1e-4, rtol=0)
+    assert llama.forwards == [1]
 
 
 def test_scores_whose_rows_come_from_a_trunk_and_from_a_row(llama: Any) -> None:

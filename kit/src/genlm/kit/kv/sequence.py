@@ -7,7 +7,7 @@ from typing import Any
 
 from genlm.core.context import Context, as_context
 from genlm.core.types import Adapter
-from genlm.kit.prefixes import key_of
+from genlm.kit.prefixes import bytes_of, key_of
 
 
 class TokenSequence:
@@ -46,3 +46,7 @@ class TokenSequence:
         if not self.known_key:
             self.known_key = key_of(self.version, self.tokens.since(0))
         return self.known_key
+
+    def continue_key(self, key: bytes, length: int) -> None:
+        """Make the key from that of the first ``length`` tokens."""
+        self.known_key = key + bytes_of(self.tokens.since(length))

@@ -58,10 +58,13 @@ class Tree:
         if state is not self.state:  # else nothing has changed since it was found
             tokens = sequence.tokens
             found = self.at_end(sequence.version, tokens)
-            if found is None and 0 < tokens.grown <= sequence.keep:
-                found = self._ends.get((sequence.version, tokens.parent_hash))
-                if found is not None and not tokens.starts_with(found.context):
-                    found = None
+            if found is None and tokens.grown:
+                parent = self._ends.get((sequence.version, tokens.parent_hash))
+                if parent is not None and tokens.starts_with(parent.context):
+                    if tokens.grown <= sequence.keep:
+                        found = parent
+                    else:
+                        sequence.continue_key(parent.key, parent.stop)
             found, shared = self.nearest(sequence.key) if found is None else (found, found.stop)
             sequence.looked_up = self.state, found, shared
         return found, shared
