@@ -212,7 +212,7 @@ def count_kernels(bench: Bench, folder: str) -> None:
     """How many kernels a step of hf launches where a GPU's ways are taken, copies to callers left
     out."""
     from genlm.core import hookimpl, load_model_by_name
-    from genlm.hf import layout, pool
+    from genlm.hf.costs import COSTS
     from tools.launched import Launched
 
     launched = Launched()
@@ -223,10 +223,11 @@ def count_kernels(bench: Bench, folder: str) -> None:
             with launched:
                 return (yield)
 
-    counting = load_model_by_name(folder, backend="hf", cache_size=0, wrappers=[Counting()])
-    forks_together = mock.patch.object(pool, "ROW_BY_ROW", frozenset())
-    padded_together = mock.patch.dict(layout.SPARE_PRODUCTS, clear=True)
-    with forks_together, padded_together, counting as lm, asyncio.Runner() as runner:
+    with (
+        mock.patch.dict(COSTS, clear=True),
+        load_model_by_name(folder, backend="hf", cache_size=0, wrappers=[Counting()]) as lm,
+        asyncio.Runner() as runner,
+    ):
         for length, n in sizes(bench):
             steps = Steps(n, length, lm.context)
             lm.clear_kv_cache()  # beside many short contexts, long prompts would be trunks

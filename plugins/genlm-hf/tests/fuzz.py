@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING
 from genlm.conformance import Program, Violation
 from genlm.core import Query
 from genlm.core.errors import EngineError, InvalidAdapterError, UnsupportedError
+from genlm.hf.costs import COSTS, Costs
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.kit.kv.sharing import Worth
@@ -44,12 +45,16 @@ ATTENTION = (
 
 #: Constants whose values decide how a context is computed, and other values for them.
 CONSTANTS = {
+    "genlm.hf.costs.COSTS": (
+        COSTS,
+        {},
+        {"cpu": Costs(plenty=100)},
+        {"cpu": Costs(products=64, plenty=300)},
+    ),
     "genlm.hf.layout.SPARE_TOKENS": (0, 32, 4096),
-    "genlm.hf.pool.ROW_BY_ROW": (frozenset({"cpu"}), frozenset[str]()),
     "genlm.hf.snapshots.STEP_COST": (1, 4, 16),
     "genlm.hf.strategies.WORTH": tuple(
-        Worth(waiting=waiting, sharing=sharing, trunk=trunk, plenty=plenty)
-        for plenty in (0, 0, 100)
+        Worth(waiting=waiting, sharing=sharing, trunk=trunk)
         for waiting in (2, 16)
         for sharing in (1, 16, 1024)
         for trunk in (2, 32, 512)

@@ -11,6 +11,8 @@ from genlm.hf.patterns import Pattern
 from genlm.hf.upload import Upload
 from genlm.kit.segments import Row, Trunk
 
+from .shapes import DEVICE
+
 HEADS, KV_HEADS, KEYS, VALUES = 4, 2, 8, 12
 
 
@@ -39,7 +41,7 @@ def test_values_may_have_another_width_than_keys() -> None:
             part[0, :, start:] for part in states[at]
         )
     query = torch.randn(3, HEADS, 1, KEYS)
-    layout = PackedLayout(Chunks([(row, 19, 20) for row in rows]), [Pattern()], Upload())
+    layout = PackedLayout(Chunks([(row, 19, 20) for row in rows]), [Pattern()], Upload(), DEVICE)
     module = torch.nn.Module()
     module.layer_idx, module.num_key_value_groups = 0, HEADS // KV_HEADS
     given, _ = row_attention(module, query, key, value, None, genlm_layout=layout)

@@ -29,8 +29,8 @@ from transformers import (
 from genlm.core import Query
 from genlm.hf import engine as engine_module
 from genlm.hf import pool as pool_module
-from genlm.hf import strategies
 from genlm.hf.attention import ROW_ATTENTION
+from genlm.hf.costs import COSTS, Costs
 from genlm.hf.engine import HFEngine
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
@@ -178,7 +178,7 @@ def test_a_step_in_rows_copies_once(config: PretrainedConfig, reuse: Reuse, ther
 def test_a_step_over_trunks_copies_once(
     config: PretrainedConfig, there: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strategies, "PLENTY", 0)
+    monkeypatch.setitem(COSTS, META.type, Costs(plenty=0))
     engine = there(config)
     prompt, other = ([at, *range(1, 250)] * 6 for at in (0, 250))
     assert ask(engine, prompt) == ONE  # computed in a trunk
@@ -316,7 +316,7 @@ def test_one_more_trunk_launches_one_kernel_a_layer(shared: int) -> None:
 def test_rows_that_leave_a_trunk_early_are_copied_from_it_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool_module, "ROW_BY_ROW", set())
+    monkeypatch.setitem(COSTS, "cpu", Costs(plenty=0))
     model = build(LlamaConfig.from_dict(LLAMA.to_dict()))
     counts = []
     for n in (2, 64):
@@ -332,11 +332,11 @@ def test_rows_that_leave_a_trunk_early_are_copied_from_it_together(
     assert counts[1] <= counts[0] + 4 * LLAMA.num_hidden_layers
 
 
-@pytest.mark.parametrize("row_by_row", [{"cpu"}, set[str]()])
+@pytest.mark.parametrize("row_by_row", [True, False])
 def test_a_fork_copies_the_same_in_either_way(
-    row_by_row: set[str], monkeypatch: pytest.MonkeyPatch
+    row_by_row: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_module, "ROW_BY_ROW", row_by_row)
+    monkeypatch.setitem(COSTS, "cpu", Costs(row_by_row))
     pool = RowPool()
     pool.resize(6, 8)
     states = [pool_module.PoolLayer(pool, at) for at in range(2)]

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from genlm.core import Adapter, Context, EngineError, Query
-from genlm.hf import pool, strategies
+from genlm.hf import strategies
+from genlm.hf.costs import COSTS, Costs
 from genlm.kit import prefixes
 from genlm.kit.kv import sequence
 from genlm.kit.kv.sharing import Worth
@@ -23,12 +24,12 @@ from .shapes import LFM2, MAMBA, MAMBA_BYTES, SHAPE
 pytestmark = pytest.mark.any_version
 
 
-@pytest.mark.parametrize("row_by_row", [{"cpu"}, set()], ids=["on a CPU", "elsewhere"])
+@pytest.mark.parametrize("costs", [COSTS["cpu"], Costs()], ids=["on a CPU", "elsewhere"])
 def test_a_step_costs_one_token_per_context(
-    row_by_row: set[str], llama: Any, monkeypatch: pytest.MonkeyPatch
+    costs: Costs, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forks are copied in two ways."""
-    monkeypatch.setattr(pool, "ROW_BY_ROW", row_by_row)
+    monkeypatch.setitem(COSTS, "cpu", costs)
     prompts = draw(6, 20)
     llama.ask(*prompts)
     llama.forwards.clear()

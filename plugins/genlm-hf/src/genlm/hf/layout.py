@@ -10,16 +10,13 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from genlm.hf.costs import costs_of
 from genlm.hf.patterns import Pattern
 from genlm.hf.upload import Indices, Places, Upload
 from genlm.kit.segments import Row, Segment, Trunk
 
 #: A group may compute attention for this many padding tokens, and half of its tokens more.
 SPARE_TOKENS = 32
-
-#: Or for so many, times columns, where that is more: what a device computes while a few kernels are
-#: launched. By its kind, and for all other kinds.
-SPARE_PRODUCTS, MOST_PRODUCTS = {"cpu": 0}, 2**17
 
 MaskKey = tuple[Pattern, torch.dtype, torch.device]
 
@@ -116,7 +113,7 @@ class PackedLayout(Layout):
         chunks: What is computed.
         patterns: What each layer attends to.
         upload: Takes the indices.
-        device: What kind of device computes.
+        device: What computes.
 
     Attributes:
         positions: The position of every token in its context.
@@ -125,7 +122,7 @@ class PackedLayout(Layout):
     """
 
     def __init__(
-        self, chunks: Chunks, patterns: Sequence[Pattern], upload: Upload, device: str = "cpu"
+        self, chunks: Chunks, patterns: Sequence[Pattern], upload: Upload, device: torch.device
     ) -> None:
         slots = _slots_of(chunks)
         count = len(slots)
@@ -136,8 +133,7 @@ class PackedLayout(Layout):
         self._token_slots = upload.add([*chain.from_iterable(map(repeat, slots, sizes))])
         self._token_columns = upload.add(ranges(firsts, lasts))
         self.positions = upload.add(ranges(chunks.starts, chunks.stops))
-        products = SPARE_PRODUCTS.get(device, MOST_PRODUCTS)
-        spare = max(SPARE_TOKENS, products // max(self._width, 1))
+        spare = max(SPARE_TOKENS, costs_of(device).products // max(self._width, 1))
         self.groups = [Group(chunks, which, upload) for which in _groups(sizes, spare)]
         self._trunk_groups = [
             Group(chunks, slice(at, at + 1), upload) for at in range(count, len(chunks.segments))

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from genlm.hf.costs import costs_of
 from genlm.hf.layout import Layout
 from genlm.hf.upload import Indices, Places, Upload
-
-#: On these devices a fork copies row by row. Elsewhere a launch for each would cost more than to
-#: copy all twice.
-ROW_BY_ROW = frozenset({"cpu"})
 
 #: Keys and values of one layer, ``[1, heads, positions, head_dim]`` each.
 LayerStates = tuple[torch.Tensor, torch.Tensor]
@@ -76,7 +73,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
         if self.is_initialized:
             for states in (self.keys, self.values):
                 part, device = states[:, :, :columns], states.device
-                if device.type in ROW_BY_ROW:
+                if costs_of(device).row_by_row:
                     for source, target in zip(sources.values, targets.values, strict=True):
                         part[target].copy_(part[source])
                 else:
@@ -87,7 +84,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
         """Copy the first positions of a trunk to the front of rows."""
         for states, copied in zip((self.keys, self.values), source, strict=True):
             device, front = states.device, copied[:, :, :size]
-            if device.type in ROW_BY_ROW:
+            if costs_of(device).row_by_row:
                 for slot in slots.values:
                     states[slot : slot + 1, :, :size] = front
             else:

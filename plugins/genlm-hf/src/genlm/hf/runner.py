@@ -108,7 +108,7 @@ class Runner:
         if self._patterns is None:
             raise ValueError("packed forwards need the layers' attention patterns")
         upload, device = Upload(), self.device
-        layout = PackedLayout(chunks, self._patterns, upload, device.type)
+        layout = PackedLayout(chunks, self._patterns, upload, device)
         self.pool.layout = layout
         ids, places = upload.add(tokens), upload.add(wanted)
         return self._forward(

@@ -14,6 +14,7 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from genlm.core.types import Adapter
+from genlm.hf.costs import costs_of
 from genlm.hf.layout import Chunks, ranges
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
@@ -32,9 +33,8 @@ Placed = Placement[TokenSequence]
 #: A placed sequence, and the start and stop of the positions of it that one forward computes.
 Part = tuple[Placed, int, int]
 
-#: What sharing is weighed with. In the time in which other devices launch the kernels of a trunk,
-#: they compute about so many positions in rows.
-WORTH, PLENTY = Worth(), 2**18
+#: What sharing is weighed with, but for what depends on the device.
+WORTH = Worth()
 
 #: A forward: chunks, their tokens, an adapter for each chunk, which tokens are wanted; gives their
 #: logits.
@@ -350,6 +350,6 @@ def strategy_for(reuse: Reuse, runner: Runner, max_tokens: int, budget: int) -> 
     if reuse is Reuse.SNAPSHOTS:
         return InSnapshots(runner, max_tokens, Snapshots(budget))
     shares = reuse is Reuse.SHARED
-    worth = WORTH if runner.device.type == "cpu" else evolve(WORTH, plenty=PLENTY)
+    worth = evolve(WORTH, plenty=costs_of(runner.device).plenty)
     planner: Planner[TokenSequence] = Planner(PoolTable(runner.pool, budget), worth, shares)
     return (Uniform if reuse is Reuse.UNIFORM else Packed)(runner, max_tokens, planner)

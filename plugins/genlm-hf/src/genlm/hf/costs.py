@@ -1,0 +1,32 @@
+"""What a device takes to launch a kernel, in work that could be saved by one."""
+
+from __future__ import annotations
+
+import torch
+from attrs import frozen
+
+
+@frozen
+class Costs:
+    """What is done on a device instead of launching more kernels.
+
+    Attributes:
+        row_by_row: Whether nothing is: then a fork copies row by row. Elsewhere all rows are copied
+            together, and twice.
+        products: Attention over rows may be padded by so many tokens, times columns.
+        plenty: See :class:`genlm.kit.kv.sharing.Worth`. On an H200, launching the kernels of a
+            trunk took as long as computing about so many positions in rows.
+    """
+
+    row_by_row: bool = False
+    products: int = 2**17
+    plenty: int = 2**18
+
+
+#: By the kind of device. All others launch kernels.
+COSTS = {"cpu": Costs(row_by_row=True, products=0, plenty=0)}
+
+
+def costs_of(device: torch.device) -> Costs:
+    """What launching a kernel costs on a device."""
+    return COSTS.get(device.type, Costs())
