@@ -15,7 +15,7 @@ from attrs import frozen
 
 import tools.gpu
 from genlm.core import EngineError
-from tools.gpu.checks import conformance, tests
+from tools.gpu.checks import conformance, hf_tests, tests
 from tools.gpu.program import program_figures
 from tools.gpu.steps import ATOL, step_figures
 from tools.gpu.tries import trie_figures, trie_words
@@ -46,8 +46,9 @@ Found = tuple[dict[str, Any], bool]
 
 
 def check(options: argparse.Namespace) -> Iterator[Found]:
-    passed = tests(options.for_trie, options.quick)
-    yield {"what": "tests", "passed": passed}, passed
+    for what, test in (("tests", tests), ("hf tests", hf_tests)):
+        passed = test(options.for_trie, options.quick)
+        yield {"what": what, "passed": passed}, passed
 
 
 def conform(options: argparse.Namespace, backend: str = "hf") -> Iterator[Found]:

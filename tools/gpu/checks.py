@@ -41,9 +41,20 @@ COMMAND = "import sys; from genlm.core.cli import main; sys.exit(main())"
 def tests(device: str, quick: bool) -> bool:
     """The core's tests that need no package index, those of the trie on the device too."""
     chosen = [*QUICK_TESTS] if quick else ["tests", *(f"--ignore={at}" for at in NEED_AN_INDEX)]
+    return _pytest(chosen, device)
+
+
+def hf_tests(device: str, quick: bool) -> bool:
+    """hf's tests, with their models on the device."""
+    folder = "plugins/genlm-hf/tests"
+    return _pytest([f"{folder}/test_reuse.py" if quick else folder], device)
+
+
+def _pytest(chosen: list[str], device: str) -> bool:
     if find_spec("xdist") is not None:
-        chosen += ["-n", str(min(os.cpu_count() or 1, 8))]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+        chosen = [*chosen, "-n", str(min(os.cpu_count() or 1, 8))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.on_a_gpu", *chosen]
     environment = os.environ | {"GENLM_TEST_DEVICE": device}
     return subprocess.run(command, env=environment).returncode == 0
 
