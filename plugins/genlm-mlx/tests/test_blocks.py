@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_map
 
 from genlm.mlx.blocks import Blocks
 
-from .watched import Folders, Tried, keys_of
+from .watched import Folders, Tried, engine_of, keys_of
 
 
 @pytest.fixture
@@ -87,3 +89,22 @@ def test_a_fork_evicts_no_block_that_it_needs(folders: Folders) -> None:
     forked = [(*key, token) for group in groups[:2] for key in group[:2] for token in (1, 2)]
     assert tried.ask(*forked) == [8]
     assert tried.kept.nbytes <= 4 * sized.kept.nbytes  # what was forked, and two blocks aside
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"])
+def test_state_with_nan_is_not_kept(folders: Folders, family: str) -> None:
+    tried = Tried(folders(family), Blocks)
+    keys, (prompt, pinned) = keys_of(4, 20), keys_of(2, 40, seed=1)
+    tried.ask(*keys)
+    model = engine_of(folders(family)).model
+    whole = model.parameters()
+    model.update(tree_map(lambda one: one * float("nan"), whole))
+    try:
+        extended = [(*key, 1) for key in keys]
+        behind = [(*prompt, token) for token in range(4)]
+        assert mx.isnan(tried.compute([*extended, *behind])).all()
+        tried.pin(pinned)
+    finally:
+        model.update(whole)
+    tried.ask(*extended, *behind, pinned)
+    tried.ask(*[(*key, 2) for key in (*extended, *behind, *keys, pinned)])

@@ -111,8 +111,8 @@ class Blocks:
         key = key_of(query)
         if key not in self._index:
             self.logits([query])
-        place = self._index[key]
-        if not place.block.pinned:
+        place = self._index.get(key)
+        if place is not None and not place.block.pinned:
             pinned, *_ = self._replace(
                 place.block, [[place.row], sorted(place.block.living - {place.row})]
             )
@@ -236,11 +236,13 @@ class Blocks:
     # --- keeping ----------------------------------------------------------------------------------
 
     def _keep(self, block: RowBlock) -> None:
+        broken = mx.isnan(block.logits[:, 0]).tolist()  # such state gives nan to all that follows
         block.used = self._tick
-        block.living = set(range(len(block.keys)))
-        self._blocks.append(block)
-        for row, key in enumerate(block.keys):
-            self._index.add(key, Place(block, row))
+        block.living = {row for row, bad in enumerate(broken) if not bad}
+        if block.living:
+            self._blocks.append(block)
+        for row in sorted(block.living):
+            self._index.add(block.keys[row], Place(block, row))
 
     def _forget(self, block: RowBlock) -> None:
         self._blocks.remove(block)
