@@ -226,6 +226,25 @@ def test_a_score_is_one_pass_over_what_is_new(folders: Folders) -> None:
     assert watched.forwards == [60, 1], "the context is still known"
 
 
+@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mamba"])
+def test_a_context_is_computed_once_for_all_its_scores(
+    folders: Folders, family: str, budget: int | None
+) -> None:
+    engine = load(str(folders(family)), {"kv_cache_bytes": budget})
+    engine._runner.model = watched = Watched(engine.model)
+    context, continuations = tokens_of(100, 0), [tokens_of(6, seed) for seed in range(1, 9)]
+    scores = engine.genlm_sequence_logprobs([Query(context)] * 8, continuations)
+    assert sum(watched.forwards) == 99 + 8 * 6
+    for score, tokens in zip(scores, continuations, strict=True):
+        for at in (0, 5):
+            (row,) = engine.logprobs([Query((*context, *tokens[:at]), cold=True)])
+            assert abs(score[at] - row[tokens[at]]) < 1e-3
+    watched.forwards.clear()
+    engine.genlm_sequence_logprobs([Query((*context, *continuations[-1]))], [tokens_of(6, 9)])
+    assert sum(watched.forwards) == 12
+
+
 def test_the_probe_leaves_nothing_behind(folders: Folders) -> None:
     gc.collect()
     mx.clear_cache()  # it would put arrays into freed buffers that are larger

@@ -13,7 +13,7 @@ from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.kit.adapter_files import AdapterFolder
 from genlm.kit.memory import lower
 from genlm.mlx.adapters import Adapters, read_folder
-from genlm.mlx.blocks import Blocks
+from genlm.mlx.blocks import WORTHWHILE, Blocks
 from genlm.mlx.folders import MlxFolder
 from genlm.mlx.runner import Runner, key_of, version_of
 from genlm.mlx.store import Store
@@ -110,11 +110,16 @@ class MlxEngine:
         return [self._score(q, tuple(c)) for q, c in zip(queries, continuations, strict=True)]
 
     def _score(self, query: Query, continuation: tuple[int, ...]) -> torch.Tensor:
-        """One pass over the new tokens of the context and over the continuation."""
+        """One pass over the new tokens of the context and over the continuation. If the context has
+        many, they are computed first and kept: further continuations may follow it."""
         if self.store is None:
             cache, known = self._runner.empty_cache(), 0
         else:
             cache, known = self.store.branch(query)
+            before = query.length - 1
+            if before - known >= WORTHWHILE:
+                self.store.logits([Query(query.context.first(before), query.adapter)])
+                cache, known = self.store.branch(query)
         new = (*query.context.since(known), *continuation[:-1])
         rows = self._runner.following(cache, version_of(query), new, len(continuation))
         wanted = torch.tensor(continuation)
