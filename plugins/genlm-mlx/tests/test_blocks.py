@@ -55,6 +55,23 @@ def test_contexts_of_one_prompt_share_its_prefill(llama: Tried) -> None:
     assert llama.ask(*[(*prompt, token) for token in range(8)]) == [39, 1, 8]
 
 
+@pytest.mark.parametrize("family", ["gemma3", "mamba"])
+def test_what_known_contexts_have_in_common_is_not_computed_again(
+    folders: Folders, family: str
+) -> None:
+    tried = Tried(folders(family), Blocks)
+    (prompt,), (tail,) = keys_of(1, 40), keys_of(1, 20, seed=1)
+    known = [(*prompt, token) for token in range(2)]
+    for token in tail:
+        tried.compute(known)
+        known = [(*key, token) for key in known]
+    tried.compute(known)
+    forked = [(*key, token) for key in known for token in (1, 2)]
+    assert tried.ask(*forked) == [4]
+    assert tried.ask(*[(*key, 3) for key in forked]) == [4]
+    assert tried.ask(*[(*key, 3, *tail) for key in forked]) == [4 * 20, 4]
+
+
 def test_many_short_rows_go_in_few_chunks(folders: Folders) -> None:
     """Of 2 to 4 tokens before the last, two at a time, in a rotating cache: three take a chunk of
     three, not of two and one, which mlx-lm refuses."""

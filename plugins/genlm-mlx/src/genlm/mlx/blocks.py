@@ -143,9 +143,14 @@ class Blocks:
             self._advance([key for key in shared if key not in self._index])
 
     def _branches(self, keys: Sequence[Key]) -> list[Key]:
-        """The prefixes of two or more keys that are worth their own pass."""
-        ordered = sorted(keys)
-        shared = {a[: common_length(a, b)] for a, b in itertools.pairwise(ordered)}
+        """The prefixes that two or more keys lack, and that are worth their own pass."""
+        known = {key: self._source(key)[1] for key in keys}
+        ordered = sorted(key for key in keys if len(key) - known[key] >= WORTHWHILE)
+        shared = {
+            a[:size]
+            for a, b in itertools.pairwise(ordered)
+            if (size := common_length(a, b)) > max(known[a], known[b])
+        }
         worthwhile: list[Key] = []
         for prefix in sorted(shared):
             below = max((common_length(prefix, other) for other in worthwhile), default=0)
