@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -29,12 +30,19 @@ from genlm.ray.options import RayOptions
         ({"resources": {"placement": "near"}}, "one of spread, pack; got 'near'"),
         ({"address": "auto"}, "address='auto' joins whatever cluster it finds"),
         ({"start_timeout": 0}, "start_timeout must be a finite number of seconds above 0; got 0"),
+        ({"backend_opts": {"lock": Lock()}}, "backend_opts travels .*cannot be pickled.*lock"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(given: dict[str, Any], said: str) -> None:
     pattern = said if ".*" in said else re.escape(said)
     with pytest.raises(InvalidOptionError, match=pattern):
         load_model_by_name("mock", "ray", given)
+
+
+@pytest.mark.parametrize("amount", [{"num_gpus": 1.5}, {"num_cpus": 1e-9}])
+def test_resources_that_ray_refuses_are_named(fleet: Any, amount: dict[str, float]) -> None:
+    with pytest.raises(InvalidOptionError, match=f"Ray refuses .*{next(iter(amount))}"):
+        fleet(resources=amount)
 
 
 def test_none_is_the_default() -> None:

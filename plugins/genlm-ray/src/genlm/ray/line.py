@@ -12,7 +12,7 @@ from attrs import define
 
 import ray
 from genlm.core import EngineDeadError, EngineError
-from genlm.core.errors import ModelClosedError
+from genlm.core.errors import InvalidOptionError, ModelClosedError
 from genlm.ray.fleet import CANCELLED
 from genlm.ray.member import Call
 from genlm.ray.options import NAMESPACE
@@ -60,6 +60,10 @@ class Line:
             kind: Any = ray.remote(concurrency_groups={WATCH: CONCURRENCY})(Replica)
             actor = kind.options(max_concurrency=CONCURRENCY, **self.options)
             self.actors[self.index] = actor.remote()
+        except ValueError as error:  # such as one and a half GPUs
+            self.failure = InvalidOptionError(
+                f"Ray refuses the resources or the name of a replica, {self.options}: {error}"
+            )
         except Exception as error:
             self.failure = error
 
@@ -69,7 +73,7 @@ class Line:
                 raise self.failure
             call.reference = getattr(self.actor, method).remote(*arguments)
             future = call.reference.future()
-        except Exception as error:  # such as an option that does not travel
+        except Exception as error:
             future = concurrent.futures.Future()
             future.set_exception(error)
         future.add_done_callback(partial(self.came, call))

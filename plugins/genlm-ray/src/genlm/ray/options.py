@@ -80,6 +80,15 @@ class RayOptions:
         if own.backend == "ray":
             raise InvalidOptionError("backend='ray' cannot be inside 'ray'; name the engine's own")
         find_backend(own.backend)  # a misspelt name is refused now, not by a replica later
+        import ray
+
+        try:
+            ray.cloudpickle.dumps(own.backend_opts)
+        except Exception as error:
+            raise InvalidOptionError(
+                "backend_opts travels to the replicas, and cannot be pickled "
+                f"({checks.describe_error(error)}); leave out what cannot"
+            ) from error
         return own
 
     def _check_resources(self) -> None:
