@@ -18,6 +18,7 @@ from transformers.models.lfm2 import Lfm2Config
 from transformers.models.llama import LlamaConfig
 from transformers.models.mamba import MambaConfig
 from transformers.models.mistral import MistralConfig
+from transformers.models.phi import PhiConfig
 from transformers.models.qwen2 import Qwen2Config
 
 from tests.adapter_kinds import Kind, make_adapter
@@ -78,6 +79,7 @@ CONFIGS: dict[str, Any] = {
     "qwen2": Qwen2Config(
         **SIZES, **HEADS, sliding_window=9, use_sliding_window=True, max_window_layers=1
     ),
+    "phi": PhiConfig(**SIZES, num_attention_heads=4, intermediate_size=48),
     "falcon_h1": FalconH1Config(**SIZES, **HEADS, **FALCON_H1),
     "mamba": MambaConfig(**SIZES, state_size=8, intermediate_size=64, time_step_rank=4),
     "lfm2": Lfm2Config(**SIZES, **HEADS, **LFM2, layer_types=["conv", "full_attention", "conv"]),

@@ -18,6 +18,7 @@ FAMILIES = {
     "gpt2": (250, CLOSE),
     "mistral": (600, CLOSE),
     "qwen2": (3000, FAR),
+    "phi": (600, CLOSE),
     "gemma3": (600, CLOSE),
     "gemma2": (600, CLOSE),
     "mamba": (300, RECURRENT),

@@ -32,7 +32,7 @@ def either(folders: Folders, request: pytest.FixtureRequest) -> Tried:
 @pytest.mark.parametrize(
     ("families", "kind"),
     [
-        (["llama", "gpt2", "mistral", "qwen2"], Store),
+        (["llama", "gpt2", "mistral", "qwen2", "phi"], Store),
         (["gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"], Blocks),
     ],
 )

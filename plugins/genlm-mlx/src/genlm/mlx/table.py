@@ -49,6 +49,11 @@ class TableLayer:
     def state(self) -> LayerState:
         return self.keys, self.values
 
+    @property
+    def dtype(self) -> Any:
+        """Of the values: Phi gives it to what attention returns."""
+        return self.values.dtype
+
     def make_mask(self, N: int, return_array: bool = False, window_size: Any = None) -> None:
         """None: the layout decides what a token attends to."""
         if N != 1 or window_size not in (None, self.window):
