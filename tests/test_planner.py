@@ -520,6 +520,16 @@ def test_while_there_is_plenty_of_room_few_contexts_copy_a_pinned_trunk() -> Non
     assert standing(budget=9000, forks=8) == 8
 
 
+def test_all_that_wait_are_counted() -> None:
+    """While a leader is computed, the rows of those that wait for another one are not there yet."""
+    kept = Kept(15_000, Worth(plenty=10_000))
+    asked = [Wanted([*[prompt] * 600, at]) for prompt in (1, 2) for at in range(8)]
+    assert [one.trunk and one.trunk.size for one in kept.place(asked)] == [600, 600]
+    kept.abandon()
+    kept.clear()
+    assert [one.trunk for one in kept.place(asked[:8])] == [None]
+
+
 @pytest.mark.parametrize("call", ["place", "pin"])
 def test_what_a_later_call_has_given_up_cannot_be_committed(call: str) -> None:
     kept = Kept(budget=1000)

@@ -286,7 +286,7 @@ class Planner(Generic[A]):
         """Decide where each of them runs: in an existing row, on a trunk, or in a new row with a
         copy."""
         taken: set[Segment] = set()
-        weighed = self._weighed(batch)
+        weighed = self._weighed(batch, sum(map(len, cuts.values())))
         for placement in batch:
             found = placement.found
             if isinstance(found, Row) and found not in taken and placement.start >= found.start:
@@ -307,10 +307,10 @@ class Planner(Generic[A]):
             placement.parent, placement.base = below, placement.start
         elif below is not None:
             placement.parent, placement.base, placement.source = below.parent, below.start, below
-        self._with_trunk(placement, cuts)
+        self._with_trunk(placement, worth, cuts)
 
-    def _weighed(self, batch: Sequence[Placement[A]]) -> Weighed:
-        """What sharing is weighed with in a batch."""
+    def _weighed(self, batch: Sequence[Placement[A]], waiting: int) -> Weighed:
+        """What sharing is weighed with in a batch, for which so many more wait."""
         saved: Counter[Trunk] = Counter()
         if not self._worth.plenty:  # as good as always
             return self._worth, saved
@@ -318,14 +318,13 @@ class Planner(Generic[A]):
             if isinstance(below := placement.below(), Trunk):
                 saved[below] += placement.start - below.start
         longest = max([one.sequence.length for one in batch], default=0)
-        return self._trunks.worth(len(batch), longest), saved
+        return self._trunks.worth(len(batch) + waiting, longest), saved
 
-    def _with_trunk(self, placement: Placement[A], cuts: Sequence[int]) -> None:
+    def _with_trunk(self, placement: Placement[A], worth: Worth, cuts: Sequence[int]) -> None:
         """Give a new context its own trunk up to where others will fork."""
         placement.cut = placement.base
         if cuts and self._shares and placement.kept:
             cut, saved = best_cut(cuts, placement.base)
-            worth = self._trunks.worth(len(cuts) + 1, placement.sequence.length)
             if cut - placement.base >= worth.trunk and saved >= worth.plenty:
                 placement.cut = cut
 
