@@ -520,6 +520,23 @@ def test_while_there_is_plenty_of_room_few_contexts_copy_a_pinned_trunk() -> Non
     assert standing(budget=9000, forks=8) == 8
 
 
+@pytest.mark.parametrize(
+    ("size", "then"),
+    [(600, [[2]] * 5), (400, [[1] * 400 + [at, more] for at in range(16) for more in range(3)])],
+    ids=["others come", "each is forked"],
+)
+def test_rows_share_their_prompt_when_half_of_the_room_is_taken(
+    size: int, then: list[list[int]]
+) -> None:
+    """Not a trunk for each row."""
+    kept = Kept(24_100, Worth(plenty=10_000))
+    ask(kept, [1] * size)
+    ask(kept, *([*[1] * size, at] for at in range(16)))
+    assert kept.tree.trunk_positions == 0
+    ask(kept, *[[*one, at] for at, one in enumerate(then)])
+    assert kept.tree.trunk_positions == size
+
+
 def test_all_that_wait_are_counted() -> None:
     """While a leader is computed, the rows of those that wait for another one are not there yet."""
     kept = Kept(15_000, Worth(plenty=10_000))

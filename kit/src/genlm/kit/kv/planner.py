@@ -136,7 +136,7 @@ class Planner(Generic[A]):
             return planned
 
         needs = self._needs(batch)
-        while self._shares and self._trunks.share_forked(batch, needs.columns):
+        while self._shares and self._trunks.share_forked(batch, needs):
             batch = again(batch)
             needs = self._needs(batch)
         while batch:

@@ -43,14 +43,14 @@ class Trunks:
         self._roomy, self._tight = worth, evolve(worth, plenty=0)
         self._new_rows = 0  # since rows were last looked at for what they have in common
 
-    def share_forked(self, batch: Sequence[Placement[Any]], columns: int) -> bool:
+    def share_forked(self, batch: Sequence[Placement[Any]], needs: Needs) -> bool:
         """Turn into trunks what several contexts will share, and rows that are too long beside
-        those of a batch, which takes so many columns.
+        those of a batch.
 
         Returns:
             Whether some were.
         """
-        changed = False
+        changed, columns = False, needs.columns
         protected = {one.found for one in batch if one.found is not None}
         # A context that extends its row, or ends in it, runs there: alone it shares nothing.
         forked = {one.found for one in batch if not one.continued}
@@ -59,11 +59,16 @@ class Trunks:
             if isinstance(one.found, Row) and one.found in forked:
                 wanted.setdefault(one.found, []).append(one.start)
         copies = len(batch) - sum(one.continued for one in batch)
+        parts: list[tuple[Row, int]] = []
         for row, cuts in wanted.items():
             cut, saved = best_cut(cuts, row.start)
             size = cut - row.start
             if self.worth(copies, max(columns, size)).shared(size, saved):
-                changed |= self.split([row], cut, protected)
+                parts.append((row, cut))
+        if self._too_late(copies, columns, parts) and self._share(needs, self._tight):
+            return True
+        for row, cut in parts:
+            changed |= self.split([row], cut, protected)
         fresh = [one for one in batch if one.needs_row] if forked else ()
         new = [(one.sequence.length - one.cut, one) for one in fresh]
         for long in self.too_long(columns, new):
@@ -71,6 +76,13 @@ class Trunks:
             if isinstance(long, Row) and long in self._tree.kept:
                 changed |= self.split([long], long.stop, protected)
         return changed
+
+    def _too_late(self, rows: int, columns: int, parts: Sequence[tuple[Row, int]]) -> bool:
+        """Whether rows that share nothing, because there was plenty of room, would now become a
+        trunk each. What they have in common comes first."""
+        if not self._roomy.plenty or self.worth(rows, columns) is self._roomy:
+            return False
+        return len(parts) > 0 or any(row.size >= self._tight.trunk for row in self._tree.rows)
 
     def worth(self, rows: int, columns: int) -> Worth:
         """What sharing is weighed with, where so many new rows come, and all have at least so many
@@ -111,13 +123,19 @@ class Trunks:
             Whether some were.
         """
         changed = False
-        while self._enough_new(needs) and (chosen := self._worth_splitting(needs)):
-            protected = needs.protected.union(*(rows for rows, _ in chosen))
-            for rows, cut in chosen:
-                if not self.split(rows, cut, protected):
-                    return changed
-                changed = True
+        while self._enough_new(needs) and self._share(needs, None):
+            changed = True
         return changed
+
+    def _share(self, needs: Needs, worth: Worth | None) -> bool:
+        """Turn into trunks what :meth:`_worth_splitting` finds."""
+        chosen, done = self._worth_splitting(needs, worth), False
+        protected = needs.protected.union(*(rows for rows, _ in chosen))
+        for rows, cut in chosen:
+            if not self.split(rows, cut, protected):
+                break
+            done = True
+        return done
 
     def _enough_new(self, needs: Needs) -> bool:
         """Count the new rows of a table that would grow. Where the budget is spent that is every
@@ -131,13 +149,13 @@ class Trunks:
             self._new_rows = 0
         return enough
 
-    def _worth_splitting(self, needs: Needs) -> list[tuple[list[Row], int]]:
+    def _worth_splitting(self, needs: Needs, worth: Worth | None) -> list[tuple[list[Row], int]]:
         """Rows, and where to cut them; none if the table has little unused room."""
         tree = self._tree
         rows = list(tree.rows)
         count = len(rows) + needs.rows
         columns = max(needs.columns, *(self._roomy.columns(row.size) for row in rows), 0)
-        worth = self.worth(needs.rows, columns)
+        worth = worth or self.worth(needs.rows, columns)
         unused = count * (columns - worth.spare) - worth.waste * needs.computed
         if unused <= worth.plenty:  # whatever they have in common
             return []
