@@ -537,6 +537,14 @@ def test_rows_share_their_prompt_when_half_of_the_room_is_taken(
     assert kept.tree.trunk_positions == size
 
 
+def test_forks_share_their_prompt_beside_a_longer_context() -> None:
+    """With rows as long as that one, they would take more than half of the room."""
+    kept = Kept(30_000, Worth(plenty=10_000))
+    ask(kept, [1] * 600)
+    ask(kept, *([*[1] * 600, at] for at in range(8)), [2] * 2000)
+    assert kept.tree.trunk_positions == 600 + 2000
+
+
 def test_all_that_wait_are_counted() -> None:
     """While a leader is computed, the rows of those that wait for another one are not there yet."""
     kept = Kept(15_000, Worth(plenty=10_000))

@@ -50,7 +50,7 @@ class Trunks:
         Returns:
             Whether some were.
         """
-        changed, columns = False, needs.columns
+        changed = False
         protected = {one.found for one in batch if one.found is not None}
         # A context that extends its row, or ends in it, runs there: alone it shares nothing.
         forked = {one.found for one in batch if not one.continued}
@@ -59,6 +59,9 @@ class Trunks:
             if isinstance(one.found, Row) and one.found in forked:
                 wanted.setdefault(one.found, []).append(one.start)
         copies = len(batch) - sum(one.continued for one in batch)
+        # What was set apart is weighed as it was then: as rows.
+        apart = [one.sequence.length - one.base for one in batch if one.cut == one.sequence.length]
+        columns = max([needs.columns, *apart])
         parts: list[tuple[Row, int]] = []
         for row, cuts in wanted.items():
             cut, saved = best_cut(cuts, row.start)
@@ -71,7 +74,7 @@ class Trunks:
             changed |= self.split([row], cut, protected)
         fresh = [one for one in batch if one.needs_row] if forked else ()
         new = [(one.sequence.length - one.cut, one) for one in fresh]
-        for long in self.too_long(columns, new):
+        for long in self.too_long(needs.columns, new):
             # This one may have been dropped to make room for the one before.
             if isinstance(long, Row) and long in self._tree.kept:
                 changed |= self.split([long], long.stop, protected)
