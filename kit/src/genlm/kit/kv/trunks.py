@@ -58,23 +58,22 @@ class Trunks:
         for one in batch if forked else ():
             if isinstance(one.found, Row) and one.found in forked:
                 wanted.setdefault(one.found, []).append(one.start)
-        copies = len(batch) - sum(one.continued for one in batch)
+        new = [one for one in batch if not one.continued] if forked else []
         # What was set apart is weighed as it was then: as rows.
-        apart = [one.sequence.length - one.base for one in batch if one.cut == one.sequence.length]
+        apart = [one.sequence.length - one.base for one in new if one.cut == one.sequence.length]
         columns = max([needs.columns, *apart])
         parts: list[tuple[Row, int]] = []
         for row, cuts in wanted.items():
             cut, saved = best_cut(cuts, row.start)
             size = cut - row.start
-            if self.worth(copies, max(columns, size)).shared(size, saved):
+            if self.worth(len(new), max(columns, size)).shared(size, saved):
                 parts.append((row, cut))
-        if self._too_late(copies, columns, parts) and self._share(needs, self._tight):
+        if self._too_late(len(new), columns, parts) and self._share(needs, self._tight):
             return True
         for row, cut in parts:
             changed |= self.split([row], cut, protected)
-        fresh = [one for one in batch if one.needs_row] if forked else ()
-        new = [(one.sequence.length - one.cut, one) for one in fresh]
-        for long in self.too_long(needs.columns, new):
+        fresh = [(one.sequence.length - one.cut, one) for one in new if one.needs_row]
+        for long in self.too_long(needs.columns, fresh):
             # This one may have been dropped to make room for the one before.
             if isinstance(long, Row) and long in self._tree.kept:
                 changed |= self.split([long], long.stop, protected)
