@@ -145,10 +145,9 @@ class Planner(Generic[A]):
                 needs = self._needs(batch)
             if self._begin(batch, needs):
                 return batch
-            if len(batch) == 1:  # not even with its own source: start from nothing, or what stays
+            if len(batch) == 1:  # not even with its own source: start from what must stay
                 sequence = batch[0].sequence
-                start = (None, 0) if self.fits(sequence.length) else self._pinned_below(sequence)
-                alone = Placement(batch[0].index, sequence, *start)
+                alone = Placement(batch[0].index, sequence, *self._pinned_below(sequence))
                 alone.parent, alone.base = cast("Trunk | None", alone.found), alone.start
                 alone.cut = alone.base
                 if self._shares and sequence.length - alone.base >= self._worth.trunk:
