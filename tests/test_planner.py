@@ -251,8 +251,7 @@ class PlannerMachine(RuleBasedStateMachine):
         """Place, compute, and settle, until all are answered."""
         # Not by their keys: what has none yet is found all the same.
         self.live = left = [*{(one.version, one.tokens): one for one in asked}.values()]
-        fits, on_pinned = self.planner.fits, self.planner.fits_on_pinned
-        left = [one for one in left if fits(one.length) or on_pinned(one)]
+        left = [one for one in left if self.planner.fits(one.length)]
         while left:
             with self._failing(fate == "table"):
                 self.lost = False

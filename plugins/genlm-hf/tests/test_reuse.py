@@ -94,22 +94,6 @@ def test_beside_a_long_newcomer_no_key_of_those_that_grow_is_made(
     assert set(keyed) <= {(*newcomer,)[:stop] for stop in range(61)}
 
 
-def test_contexts_go_on_from_a_pinned_prompt_that_takes_most_of_the_room() -> None:
-    """There is no room for the whole of one beside it."""
-    config = llama_config(max_position_embeddings=1024)
-    position = 2 * 2 * 2 * 8 * 4  # two layers' keys and values of two heads, in float32
-    model = proven(config, kv_cache_bytes=800 * position)
-    (prompt,) = draw(1, 600)
-    model.engine.genlm_cache_prefix(Query(prompt))
-    model.check((*prompt, 9))  # compared with a cold row
-    model.forwards.clear()
-    for token in range(3):
-        model.check((*prompt, token))
-        model.check((*prompt, token, 4))
-    assert model.forwards == [1] * 6
-    model.check(draw(1, 650, seed=3)[0])  # of which nothing is kept
-
-
 def test_what_grows_by_two_tokens_shares_the_first_with_another(llama: Any) -> None:
     parent = Context(draw(1, 40)[0])
     llama.engine.genlm_cache_prefix(Query(parent))

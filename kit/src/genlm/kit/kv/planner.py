@@ -16,7 +16,6 @@ from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Together, Worth, best_cut
 from genlm.kit.kv.tree import Tree
 from genlm.kit.kv.trunks import Trunks
-from genlm.kit.prefixes import shared_length
 from genlm.kit.segments import Row, Segment, Trunk
 
 A = TypeVar("A", bound=TokenSequence)
@@ -63,25 +62,6 @@ class Planner(Generic[A]):
         if self._shares and length >= self._worth.trunk:
             return self._room.has(Needs(trunks=length))
         return self._room.has(Needs(rows=1, columns=self._worth.columns(length)))
-
-    def fits_on_pinned(self, sequence: TokenSequence) -> bool:
-        """Whether a sequence can be kept on the pinned trunk that it begins with, where there is no
-        room for the whole beside that."""
-        trunk, shared = self._pinned_below(sequence)
-        start = min(shared, sequence.latest_start)
-        return trunk is not None and self.fits(sequence.length - start)
-
-    def _pinned_below(self, sequence: TokenSequence) -> tuple[Trunk | None, int]:
-        """The pinned trunk that holds most of what a sequence begins with, and how many tokens
-        they share."""
-        best: Trunk | None = None
-        most = 0
-        for trunk in self.tree.pinned():
-            if isinstance(trunk, Trunk):
-                shared = shared_length(trunk.key, sequence.key)
-                if shared > most and min(shared, sequence.latest_start) > trunk.start:
-                    best, most = trunk, shared
-        return best, most
 
     def known(self, sequence: TokenSequence) -> int:
         """How many leading tokens of a sequence need not be computed."""
@@ -145,13 +125,10 @@ class Planner(Generic[A]):
                 needs = self._needs(batch)
             if self._begin(batch, needs):
                 return batch
-            if len(batch) == 1:  # not even with its own source: start from what must stay
-                sequence = batch[0].sequence
-                alone = Placement(batch[0].index, sequence, *self._pinned_below(sequence))
-                alone.parent, alone.base = cast("Trunk | None", alone.found), alone.start
-                alone.cut = alone.base
-                if self._shares and sequence.length - alone.base >= self._worth.trunk:
-                    alone.cut = sequence.length
+            if len(batch) == 1:  # not even with its own source: start from nothing
+                alone = Placement(batch[0].index, batch[0].sequence)
+                if self._shares and alone.sequence.length >= self._worth.trunk:
+                    alone.cut = alone.sequence.length
                 return [alone] if self._begin([alone], self._needs([alone])) else []
             batch = again(batch[: len(batch) // 2])
             needs = self._needs(batch)

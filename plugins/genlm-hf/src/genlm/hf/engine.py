@@ -251,7 +251,7 @@ class HFEngine:
             return True  # nothing can be kept of this model; it was logged at load
         if self._strategy.pin(sequence):  # its state is there
             return True
-        if self._evaluator.keeps(sequence):
+        if self._evaluator.keeps(sequence.length):
             for _ in self._evaluator.run([sequence]):
                 pass
             if self._strategy.pin(sequence):

@@ -58,7 +58,7 @@ class Evaluator:
         """
         lengths = [sequence.length for sequence in sequences]
         at = lengths.index(max(lengths))
-        due = lengths[at] >= self._next_check and self.keeps(sequences[at])
+        due = lengths[at] >= self._next_check and self.keeps(lengths[at])
         return at if due else None
 
     def compared_part(self, sequence: TokenSequence) -> TokenSequence:
@@ -121,13 +121,8 @@ class Evaluator:
             for before, stop in pairwise([first, *stops])
         ]
 
-    def keeps(self, sequence: TokenSequence) -> bool:
-        """Whether the state of a sequence is kept."""
-        if self._is_beyond(sequence.length):
-            return False
-        return self._strategy.fits(sequence.length) or self._strategy.fits_on_pinned(sequence)
-
-    def _fits(self, length: int) -> bool:
+    def keeps(self, length: int) -> bool:
+        """Whether the state of contexts of a length is kept."""
         return not self._is_beyond(length) and self._strategy.fits(length)
 
     def _is_beyond(self, length: int) -> bool:
@@ -135,7 +130,7 @@ class Evaluator:
 
     def continues(self, sequence: TokenSequence) -> bool:
         """Whether a sequence can be computed in parts, each from the state of the one before."""
-        return self._strategy.continues and self.keeps(sequence)
+        return self._strategy.continues and self.keeps(sequence.length)
 
     def known(self, sequences: Sequence[TokenSequence]) -> list[int]:
         """How many leading tokens of each sequence need not be computed."""
@@ -159,12 +154,11 @@ class Evaluator:
     def _parts(self, sequences: Sequence[TokenSequence]) -> list[Part]:
         """What may share forwards, the first last."""
         parts: list[Part] = []
-        # Asked once for each length, and then for the few that have no room of their own.
-        fit = {length for length in {one.length for one in sequences} if self._fits(length)}
-        kept = [one.length in fit or self.keeps(one) for one in sequences]
+        lengths = [sequence.length for sequence in sequences]
+        kept = {length for length in {*lengths} if self.keeps(length)}
         for group in self._adapters.groups([sequence.adapter for sequence in sequences]):
-            parts.append(([at for at in group if not kept[at]], False))
-            parts.append(([at for at in group if kept[at]], True))
+            parts.append(([at for at in group if lengths[at] not in kept], False))
+            parts.append(([at for at in group if lengths[at] in kept], True))
         return [part for part in reversed(parts) if part[0]]
 
     def _results(

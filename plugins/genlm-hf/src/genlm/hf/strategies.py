@@ -96,10 +96,6 @@ class Strategy:
         """Whether the state of a context of this length can be kept."""
         return False
 
-    def fits_on_pinned(self, sequence: TokenSequence) -> bool:
-        """Whether it can be kept on what is pinned, where there is no room for the whole."""
-        return False
-
     def known(self, sequences: Sequence[TokenSequence]) -> list[int]:
         """How many leading tokens of each sequence need not be computed."""
         return [0] * len(sequences)
@@ -190,9 +186,6 @@ class InRows(Strategy):
 
     def fits(self, length: int) -> bool:
         return self.planner.fits(length)
-
-    def fits_on_pinned(self, sequence: TokenSequence) -> bool:
-        return self.planner.fits_on_pinned(sequence)
 
     def known(self, sequences: Sequence[TokenSequence]) -> list[int]:
         return list(map(self.planner.known, sequences))
