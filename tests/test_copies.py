@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 import torch
 
 from genlm.core import Answer, AsyncLM, cache, hookimpl
+from genlm.core.copies import copies_of
 from genlm.core.mock import ByteTokenizer
 from tools.launched import Launched
 
@@ -68,6 +70,12 @@ def test_whoever_keeps_a_row_keeps_no_other() -> None:
     kept.put(enumerate(torch.zeros(20, WIDTH)), kept.generation)
     held = [*rows, *again, *(kept.peek(key) for key in range(20))]
     assert {row.untyped_storage().nbytes() for row in held} == {4 * WIDTH}
+
+
+def test_a_copy_has_the_bits_of_its_row() -> None:
+    rows = torch.tensor([[math.nan, -0.0, 0.0, math.inf, -math.inf, -1e-42], [-3.3] * 6])
+    copied = torch.stack([*copies_of(rows.unbind())])
+    assert copied.view(torch.int32).equal(rows.view(torch.int32))
 
 
 def test_without_memory_for_the_cache_callers_get_their_rows(monkeypatch, capsys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,12 +10,10 @@ if TYPE_CHECKING:
     import torch
 
 
-def copies_of(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def copies_of(rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """A copy of each row, in memory of its own: whoever keeps one keeps no other alive. On a GPU a
     few kernels make all of them; one for each would take longer than a forward."""
     import torch
 
-    own = [torch.empty_like(row) for row in rows]
-    if own:
-        torch._foreach_copy_(own, list(rows))
-    return own
+    # PyTorch has no copy of many. No number is below -inf, and nan stays nan.
+    return torch._foreach_clamp_min([*rows], -math.inf) if rows else ()
