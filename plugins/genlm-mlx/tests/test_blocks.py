@@ -72,6 +72,13 @@ def test_what_known_contexts_have_in_common_is_not_computed_again(
     assert tried.ask(*[(*key, 3, *tail) for key in forked]) == [4 * 20, 4]
 
 
+def test_what_leaves_a_known_context_is_computed_once_more(folders: Folders) -> None:
+    tried = Tried(folders("mamba"), Blocks)
+    (prompt,) = keys_of(1, 60)
+    forwards = [tried.ask((*prompt, token, 5)) for token in range(4)]
+    assert forwards == [[61, 1], [59, 1, 1, 1], [1, 1], [1, 1]]
+
+
 def test_many_short_rows_go_in_few_chunks(folders: Folders) -> None:
     """Of 2 to 4 tokens before the last, two at a time, in a rotating cache: three take a chunk of
     three, not of two and one, which mlx-lm refuses."""

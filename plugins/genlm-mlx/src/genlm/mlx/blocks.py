@@ -143,7 +143,8 @@ class Blocks:
             self._advance([key for key in shared if key not in self._index])
 
     def _branches(self, keys: Sequence[Key]) -> list[Key]:
-        """The prefixes that two or more keys lack, and that are worth their own pass."""
+        """The prefixes that are worth their own pass: those that two or more keys lack, and those
+        of known contexts that a key leaves, which may not be the last to do so."""
         known = {key: self._source(key)[1] for key in keys}
         ordered = sorted(key for key in keys if len(key) - known[key] >= WORTHWHILE)
         shared = {
@@ -151,6 +152,11 @@ class Blocks:
             for a, b in itertools.pairwise(ordered)
             if (size := common_length(a, b)) > max(known[a], known[b])
         }
+        shared.update(
+            key[:size]
+            for key in ordered
+            if known[key] < (size := self._index.nearest(key)[1]) < len(key)
+        )
         worthwhile: list[Key] = []
         for prefix in sorted(shared):
             below = max((common_length(prefix, other) for other in worthwhile), default=0)
