@@ -48,11 +48,10 @@ CONSTANTS = {
     "genlm.hf.costs.COSTS": (
         COSTS,
         {},
-        {"cpu": Costs(plenty=100)},
-        {"cpu": Costs(products=64, plenty=300)},
+        {"cpu": Costs(plenty=100, forward=1)},
+        {"cpu": Costs(products=64, plenty=300, forward=4)},
     ),
     "genlm.hf.layout.SPARE_TOKENS": (0, 32, 4096),
-    "genlm.hf.snapshots.STEP_COST": (1, 4, 16),
     "genlm.hf.strategies.WORTH": tuple(
         Worth(waiting=waiting, sharing=sharing, trunk=trunk)
         for waiting in (2, 16)

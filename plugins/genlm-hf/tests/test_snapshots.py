@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from genlm.core import Adapter, Query
+from genlm.hf.costs import COSTS, Costs
 from tests.engines import add_lora, rows_of
 
 from .models import draw, proven, sweep
@@ -32,6 +33,59 @@ def test_an_extension_costs_its_tokens(model: Any) -> None:
     assert model.forwards[3:] == [1, 1]  # one at a time
     model.check((*prompts[1], *range(20)))
     assert model.forwards[5:] == [63]  # not worth it
+
+
+def test_what_several_begin_with_is_computed_once(model: Any) -> None:
+    prompt, scored = draw(2, 40)
+    (other,) = draw(1, 60)
+    model.check(*[(*prompt, token) for token in range(8)])
+    assert model.forwards == [40, 8]
+    model.check(*[(*prompt, token, 5) for token in range(20, 28)])
+    assert model.forwards[2:] == [8, 8]  # goes on from the prompt, which nobody has asked for
+    model.forwards.clear()
+    model.check_scores(*((scored, (token, 2, 3)) for token in range(4)))
+    assert model.forwards == [39, 4, 4, 4]  # the prompt's last token has a row in each
+    model.forwards.clear()
+    model.check(other, (*other, 1, 2, 3), (*other, 1, 2), (*other, 1), (*prompt, 20, 5, 7))
+    assert sorted(model.forwards) == [1, 1, 1, 1, 60]  # itself asked for
+
+
+def test_what_leaves_a_known_context_is_computed_once_more(model: Any) -> None:
+    (prompt,) = draw(1, 60)
+    for token in range(4):
+        model.check((*prompt, token, 5))
+    assert model.forwards == [62, 60, 1, 1, 1, 1, 1, 1]
+    model.check((*prompt[:50], 5))  # goes back
+    assert model.forwards[8:] == [50, 1]
+
+
+def test_a_beginning_of_beginnings(model: Any) -> None:
+    first, *questions = draw(4, 40)
+    model.check(*[(*first, *one, *end) for one in questions for end in draw(3, 2)])
+    assert sum(model.forwards) <= 40 + 3 * 80 + 9 * 2
+
+
+def test_what_is_not_worth_a_forward_is_not_computed_first(model: Any) -> None:
+    first, *others = draw(3, 5)
+    model.check(*[(*first, *one, *one) for one in others])
+    assert model.forwards == [30]
+
+
+def test_where_forwards_are_dear_contexts_are_computed_whole(monkeypatch: Any) -> None:
+    monkeypatch.setitem(COSTS, "cpu", Costs())
+    model = proven(MAMBA)
+    (prompt,) = draw(1, 40)
+    model.check(*[(*prompt, token) for token in range(8)])
+    model.check(*[(*prompt, token, 5) for token in range(8)])
+    model.check(*[(*prompt, token, 5, 6, 7) for token in range(8)])
+    assert model.forwards == [328, 8, 352]
+
+
+def test_a_beginning_that_is_not_kept(model: Any) -> None:
+    model = proven(model.engine.model.config, kv_cache_bytes=1)
+    (prompt,) = draw(1, 40)
+    for _ in range(2):
+        model.check(prompt, *[(*prompt, token) for token in range(8)])
 
 
 def test_a_fork_leaves_its_parent_as_it_was(model: Any) -> None:

@@ -168,6 +168,8 @@ class PrefixIndex(Generic[K, T]):
 
     def longest_prefix(self, key: K) -> K | None:
         """The longest stored key with which ``key`` begins."""
+        if key in self._values:  # by far the most often
+            return key
         while key:
             at = bisect_right(self._sorted, key)
             if at == 0:

@@ -189,16 +189,29 @@ def best_part(shared: Sequence[int]) -> tuple[int, int, int, int]:
     Args:
         shared: How much each has in common with the next.
     """
-    saved, first, last, size = 0, 0, 0, 0
-    rising: list[tuple[int, int]] = []  # the first row, and what is common from there on
+    parts = ((size * (last - first), first, last, size) for first, last, size in parts_of(shared))
+    return max(parts, key=itemgetter(0), default=(0, 0, 0, 0))
+
+
+def parts_of(shared: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """All that neighbours have in common: the first and the last of them, and its size. What more
+    of them have is one, what fewer have more of is another.
+
+    Args:
+        shared: How much each has in common with the next.
+
+    Examples:
+        >>> sorted(parts_of([3, 1, 0, 2, 2]))
+        [(0, 1, 3), (0, 2, 1), (3, 5, 2)]
+    """
+    rising: list[tuple[int, int]] = []  # the first, and what is common from there on
     for at, common in enumerate([*shared, 0]):
         since = at
-        while rising and rising[-1][1] >= common:
-            since, height = rising.pop()
-            if height * (at - since) > saved:
-                saved, first, last, size = height * (at - since), since, at, height
-        rising.append((since, common))
-    return saved, first, last, size
+        while rising and rising[-1][1] > common:
+            since, size = rising.pop()
+            yield since, at, size
+        if common > (rising[-1][1] if rising else 0):
+            rising.append((since, common))
 
 
 def best_cut(cuts: Sequence[int], start: int) -> tuple[int, int]:

@@ -16,15 +16,17 @@ class Costs:
         products: Attention over rows may be padded by so many tokens, times columns.
         plenty: See :class:`genlm.kit.kv.sharing.Worth`. On an H200, launching the kernels of a
             trunk took as long as computing about so many positions in rows.
+        forward: So many tokens more would take as long as a forward of their own.
     """
 
     row_by_row: bool = False
     products: int = 2**17
     plenty: int = 2**18
+    forward: int = 1024
 
 
 #: By the kind of device. All others launch kernels.
-COSTS = {"cpu": Costs(row_by_row=True, products=0, plenty=0)}
+COSTS = {"cpu": Costs(row_by_row=True, products=0, plenty=0, forward=16)}
 
 
 def costs_of(device: torch.device) -> Costs:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 
 from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
 from genlm.hf.upload import Places, Upload
 from genlm.kit.kv.sequence import TokenSequence
-from genlm.kit.prefixes import key_of, prefix_of
+from genlm.kit.kv.sharing import parts_of
+from genlm.kit.prefixes import (
+    PrefixIndex,
+    key_of,
+    length_of,
+    prefix_of,
+    shared_length,
+    tokens_in,
+)
 
-#: Tokens after a snapshot are run one at a time; each such step counts as much as this many tokens
-#: of a whole forward.
-STEP_COST = 16
+#: A row of one token costs as much as so many tokens of a long row: 2 with Mamba 2, 5 with LFM2, on
+#: a CPU.
+ROW_OF_ONE = 4
 
 
 @define(eq=False)
@@ -48,52 +57,134 @@ class Snapshot:
 Place = tuple[Snapshot, int]
 
 
+@frozen(eq=False)
+class Beginning:
+    """The first tokens of several sequences.
+
+    Attributes:
+        sequence: These tokens.
+        waiting: The sequences, by their indices, that would start from there.
+        asked: Whether they are one of the sequences themselves.
+        saved: How much cheaper the sequences are, in tokens, where this is computed first.
+    """
+
+    sequence: TokenSequence
+    waiting: list[int]
+    asked: bool
+    saved: int
+
+
 class Snapshots:
     """Keeps snapshots within a budget, the least recently used first out.
 
-    A context starts from a snapshot of exactly its first tokens, of all but the last few.
+    A context starts from a snapshot of exactly its first tokens. The others are run one at a time,
+    or the whole context at once, whichever is cheaper.
 
     Args:
         budget: The most bytes that all of them may take.
+        forward: What a forward costs beside its tokens, in tokens.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, forward: int) -> None:
         self._budget = budget
+        self._forward = forward
         self._used: dict[Snapshot, None] = {}  # the least recently used first
-        self._places: dict[bytes, Place] = {}
+        self._places: PrefixIndex[bytes, Place] = PrefixIndex()
 
     def fits(self, length: int) -> bool:
         """Whether any context may be kept: how large a state is does not show before it is
         there."""
         return self._budget > 0
 
-    def find(self, sequence: TokenSequence) -> tuple[int, Place | None]:
-        """Where a sequence starts: after the longest snapshot worth stepping from, or at 0."""
-        shortest = sequence.length - max(sequence.length // STEP_COST, 1)
-        for length in range(sequence.latest_start, max(shortest, 1) - 1, -1):
-            place = self._places.get(prefix_of(sequence.key, length))
-            if place is not None:
-                self._used[place[0]] = self._used.pop(place[0])
-                return length, place
-        return 0, None
+    def known(self, sequence: TokenSequence) -> int:
+        """How many leading tokens need not be computed, where it is computed alone."""
+        return self._cheapest(self._start(sequence), sequence.length, 1)[1]
+
+    def beginnings(
+        self, sequences: Sequence[TokenSequence], indices: Iterable[int]
+    ) -> list[Beginning]:
+        """What some of the sequences begin with and is cheaper to compute first, the best first."""
+        starts = {at: self._start(sequences[at]) for at in indices}
+        if all(sequences[at].length == start + 1 for at, start in starts.items()):
+            return []  # as in most steps: each goes on from what is known
+        ordered = sorted(starts, key=lambda at: sequences[at].key)
+        common = [_common_start(sequences[a], sequences[b]) for a, b in pairwise(ordered)]
+        parts = [(ordered[first : last + 1], size) for first, last, size in parts_of(common)]
+        # What leaves a known context may not be the last to do so: it counts twice.
+        parts += [([at, at], self._near(sequences[at])) for at in ordered]
+        found = [self._beginning(sequences, starts, *part) for part in parts]
+        worthwhile = [one for one in found if one is not None and one.saved > 0]
+        return sorted(worthwhile, key=lambda one: (-one.saved, one.sequence.length))
 
     def groups(
         self, sequences: Sequence[TokenSequence], indices: Sequence[int], max_tokens: int
     ) -> Iterator[tuple[int, list[int], Any]]:
         """Sequences that start and end together: where they start, which they are, and the cache
         that they start from (``None`` at 0), of at most about ``max_tokens`` new tokens each."""
-        places: dict[int, Place] = {}
-        groups: dict[tuple[int, int, int], list[int]] = {}
+        found: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
         for at in indices:
-            start, place = self.find(sequences[at])
-            if place is not None:
-                places[at] = place
-            groups.setdefault((start, sequences[at].length, sequences[at].keep), []).append(at)
+            one = sequences[at]
+            found[self._start(one), one.length, one.keep].append(at)
+        groups: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for (start, length, keep), some in found.items():
+            groups[self._cheapest(start, length, len(some))[1], length, keep] += some
+        # Looked up now: what is kept of a group may drive out what the next one starts from.
+        places = {
+            at: self._places[prefix_of(sequences[at].key, start)]
+            for (start, *_), some in groups.items()
+            for at in some
+            if start
+        }
+        for snapshot, _ in places.values():
+            self._used[snapshot] = self._used.pop(snapshot)
         for (start, length, _), group in groups.items():
             count = max(max_tokens // (length - start), 1)
             for first in range(0, len(group), count):
                 rows = group[first : first + count]
                 yield start, rows, joined([places[at] for at in rows]) if start else None
+
+    def _start(self, sequence: TokenSequence) -> int:
+        """The length of the longest snapshot that it may start from; 0 if there is none."""
+        key = prefix_of(sequence.key, sequence.latest_start)
+        found = self._places.longest_prefix(key)
+        return 0 if found is None else length_of(found)
+
+    def _near(self, sequence: TokenSequence) -> int:
+        """How many tokens it has in common with a known context that it leaves, and may start
+        from."""
+        shared = tokens_in(self._places.nearest(sequence.key)[1])
+        return min(shared, sequence.latest_start) if shared < sequence.length else 0
+
+    def _beginning(
+        self,
+        sequences: Sequence[TokenSequence],
+        starts: Mapping[int, int],
+        some: Sequence[int],
+        size: int,
+    ) -> Beginning | None:
+        """The first tokens of some sequences; ``None`` where no one lacks them."""
+        waiting = [at for at in some if starts[at] < size <= sequences[at].latest_start]
+        if not waiting:
+            return None
+        one = sequences[waiting[0]]
+        sequence = TokenSequence(one.tokens.first(size), one.adapter)
+        asked = any(sequences[at].length == size for at in some)
+        cost = 0 if asked else self._cheapest(self._start(sequence), size, 1)[0]
+        before, after = (
+            sum(self._cheapest(*ends, count)[0] for ends, count in Counter(each).items())
+            for each in (
+                [(starts[at], sequences[at].length) for at in waiting],
+                [(size, sequences[at].length) for at in waiting],
+            )
+        )
+        return Beginning(sequence, waiting, asked, before - after - cost)
+
+    def _cheapest(self, start: int, length: int, count: int) -> tuple[int, int]:
+        """What it costs, in tokens, to compute so many contexts that start and end together, and
+        where they had best start."""
+        whole = self._forward + count * length, 0
+        steps = (self._forward + ROW_OF_ONE * count) * (length - start), start
+        return min(steps, whole) if start else whole
 
     def keep(self, keys: Sequence[bytes], cache: Any) -> None:
         """Keep what a forward left of contexts, unless it is larger than what the pinned ones leave
@@ -110,7 +201,7 @@ class Snapshots:
         self._used[snapshot] = None
         for row, key in enumerate(keys):
             if key not in self._places or not self._places[key][0].pinned:
-                self._places[key] = (snapshot, row)
+                self._places.add(key, (snapshot, row))
 
     def pin(self, sequence: TokenSequence) -> bool:
         """Keep the snapshot of a sequence until :meth:`clear`; ``False`` if it has none of its
@@ -142,7 +233,14 @@ class Snapshots:
         del self._used[snapshot]
         for key in snapshot.keys:
             if key in self._places and self._places[key][0] is snapshot:
-                del self._places[key]
+                self._places.remove(key)
+
+
+def _common_start(one: TokenSequence, other: TokenSequence) -> int:
+    """How many tokens both, or the other after the one, may start from; in the order of keys."""
+    shared = shared_length(one.key, other.key)
+    latest = one.length if one.length == shared else one.latest_start
+    return min(shared, latest, other.latest_start)
 
 
 def steps(

@@ -305,9 +305,26 @@ class InSnapshots(Strategy):
         return self.snapshots.fits(length)
 
     def known(self, sequences: Sequence[TokenSequence]) -> list[int]:
-        return [self.snapshots.find(sequence)[0] for sequence in sequences]
+        return list(map(self.snapshots.known, sequences))
 
     def compute(
+        self, sequences: Sequence[TokenSequence], indices: Sequence[int]
+    ) -> Iterator[Result]:
+        left, tried = list(indices), set[bytes]()
+        while left:
+            first: list[TokenSequence] = []
+            waiting: set[int] = set()
+            for one in self.snapshots.beginnings(sequences, left):
+                if one.sequence.key not in tried and waiting.isdisjoint(one.waiting):
+                    tried.add(one.sequence.key)  # it may not be kept
+                    waiting.update(one.waiting)
+                    first += [] if one.asked else [one.sequence]
+            for _ in self._computed(first, range(len(first))):
+                pass
+            yield from self._computed(sequences, [at for at in left if at not in waiting])
+            left = [at for at in left if at in waiting]
+
+    def _computed(
         self, sequences: Sequence[TokenSequence], indices: Sequence[int]
     ) -> Iterator[Result]:
         for start, rows, cache in self.snapshots.groups(sequences, indices, self.max_tokens):
@@ -338,11 +355,12 @@ def strategy_for(reuse: Reuse, runner: Runner, max_tokens: int, budget: int) -> 
         max_tokens: The most new tokens in one forward.
         budget: The most bytes of state to keep.
     """
+    costs = costs_of(runner.device)
     if reuse is Reuse.NONE:
         return Strategy(runner, max_tokens)
     if reuse is Reuse.SNAPSHOTS:
-        return InSnapshots(runner, max_tokens, Snapshots(budget))
+        return InSnapshots(runner, max_tokens, Snapshots(budget, costs.forward))
     shares = reuse is Reuse.SHARED
-    worth = evolve(WORTH, plenty=costs_of(runner.device).plenty)
+    worth = evolve(WORTH, plenty=costs.plenty)
     planner: Planner[TokenSequence] = Planner(PoolTable(runner.pool, budget), worth, shares)
     return (Uniform if reuse is Reuse.UNIFORM else Packed)(runner, max_tokens, planner)
