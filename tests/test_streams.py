@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -59,6 +60,17 @@ def test_a_loop_that_is_cancelled_lets_go_of_what_it_has_asked(mock, gate: Gate)
     asyncio.run(cancelled())
     assert lm.stats.cancelled == 1
     assert gate.batches == [[(1,)], [(3,)], [(3,)], [(3,)]]
+
+
+@pytest.mark.parametrize("read", [0, 1, 3])
+def test_a_stream_can_be_closed_at_any_place(mock, read: int) -> None:
+    async def closed(stream) -> None:
+        async with contextlib.aclosing(stream):
+            assert [await anext(stream, None) for _ in range(read)].count(None) == max(0, read - 2)
+        await stream.aclose()
+        assert [token_id async for token_id in stream] == []
+
+    asyncio.run(closed(mock().stream([1], 2, eos_token_ids=[])))
 
 
 def test_a_stream_checks_before_it_is_read(mock) -> None:

@@ -62,6 +62,9 @@ class Drawing(AsyncGenerator[int, None]):
     async def athrow(self, *error: Any) -> int:
         return await self._tokens.athrow(*error)
 
+    async def aclose(self) -> None:  # the one that is inherited fails where the draw has ended
+        await self._tokens.aclose()
+
     def __await__(self) -> NoReturn:
         raise UnsupportedError(f"a stream is iterated: {ARGUMENTS['stream']}")
 
