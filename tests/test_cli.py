@@ -227,6 +227,12 @@ def test_bars_are_ascii_where_the_output_shows_nothing_else(monkeypatch):
     assert sys.stdout.buffer.getvalue().splitlines()[0].endswith(b" " + b"#" * 40)
 
 
+def test_what_the_output_cannot_show_is_a_question_mark(monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert main(["sample", *ON_MOCK, "--max-tokens", "2", "--seed", "5"]) == 0
+    assert sys.stdout.buffer.getvalue() == b"?\n"
+
+
 # --- doctor, backends -----------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ with a function ``add_to(commands)``, which adds its parser.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # texts may have what the output cannot show
+        sys.stdout.reconfigure(errors="replace")
     given = sys.argv[1:] if arguments is None else arguments
     first = next((word for word in given if not word.startswith("-")), None)
     options = parser(first).parse_args(given)
