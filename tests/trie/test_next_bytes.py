@@ -266,6 +266,24 @@ def test_a_byte_costs_about_one_row_however_many_came_before():
         assert -0.01 < prefix.logprob < 0.0
 
 
+def test_what_changes_while_a_text_is_followed_changes_nothing():
+    async def followed(lm: MockAsyncLM, *, changes: bool) -> float:
+        ids = [72]
+        asked = asyncio.ensure_future(next_bytes_logprob(lm, ids, b"abc"))
+        while changes and not (lm.stats.requests or asked.done()):
+            await asyncio.sleep(0)
+            ids.clear()
+        if changes:
+            lm.set_lora("poems")
+        return await asked
+
+    with MockAsyncLM() as lm:
+        lm.add_new_lora("poems", "poems")
+        found = asyncio.run(followed(lm, changes=True))
+        lm.clear_lora()
+        assert found == asyncio.run(followed(lm, changes=False))
+
+
 def test_a_text_of_which_the_likely_ways_end_is_followed_by_the_others():
     vocab = [b"a", b"aa", b"aaa", b"b"]
 

@@ -112,7 +112,7 @@ class BytePrefix:
     """
 
     lm: AsyncLM
-    _lora_name: LoraName
+    _lora_name: str | None
     _trie: TokenCharacterTrie
     _is_text: npt.NDArray[np.bool_]  # of each item by rank: not special, and not without bytes
     _min_share: float
@@ -152,6 +152,8 @@ class BytePrefix:
         if not (hasattr(lm, "byte_vocab") and isinstance(trie, TokenCharacterTrie | None)):
             wanted = "a model, a context and, if you have it, a TokenCharacterTrie"
             raise InvalidInputError(f"give {wanted}; got {safe_repr(lm)}, trie={safe_repr(trie)}")
+        # Read now: the list may change later, and the default.
+        context, adapter = lm.context(token_ids), lm._adapters.resolve(lora_name)
         vocab = lm.byte_vocab
         if trie is None:
             trie = await asyncio.to_thread(TokenCharacterTrie, vocab)
@@ -160,10 +162,11 @@ class BytePrefix:
                 f"the trie of {len(trie.decode)} items is not one of this model's {len(vocab)} "
                 "tokens; give TokenCharacterTrie(lm.byte_vocab)"
             )
-        first = Reading(lm.context(token_ids), 0.0, trie.root)
+        first = Reading(context, 0.0, trie.root)
         is_text = ~trie.is_special[trie.positions]
         is_text[: trie.nodes.ending(trie.root)] = False
-        return cls(lm, lora_name, trie, is_text, min_share, first, (first,))
+        name = adapter.name if adapter else None
+        return cls(lm, name, trie, is_text, min_share, first, (first,))
 
     async def next_byte_logprobs(self) -> Floats:
         """The distribution of the next byte, given the context and the text so far.
