@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import shlex
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,15 @@ def test_a_name_whose_distribution_would_clash(name: str, tmp_path: Path) -> Non
             InvalidOptionError, match=f"distribution genlm-{name} exists already; choose another"
         ):
             write_plugin(given, tmp_path)
+
+
+def test_what_to_do_next_can_be_given_to_a_shell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "it's mine")
+    assert main(["new-plugin", "toy", "--folder", folder]) == 0
+    words = shlex.split(capsys.readouterr().out.partition("; now: ")[2])
+    assert words == ["pip", "install", "-e", f"{folder}[test]", "&&", "pytest", folder]
 
 
 def test_a_folder_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

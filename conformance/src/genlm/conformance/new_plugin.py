@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from genlm.core.cli.model import Commands
@@ -20,5 +21,6 @@ def new_plugin(options: argparse.Namespace) -> int:
     from genlm.conformance.scaffold import write_plugin
 
     folder = write_plugin(options.name, options.folder)
-    print(f"wrote {folder}; now: pip install -e '{folder}[test]' && pytest {folder}")
+    install = shlex.join(["pip", "install", "-e", f"{folder}[test]"])
+    print(f"wrote {folder}; now: {install} && {shlex.join(['pytest', str(folder)])}")
     return 0
