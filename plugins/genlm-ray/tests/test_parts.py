@@ -184,6 +184,31 @@ def test_what_a_program_has_on_a_replica_is_its_own() -> None:
     ]
 
 
+def test_rows_travel_without_what_only_the_tokenizer_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByteTokenizer, "__len__", lambda self: 250)
+
+    async def widths() -> list[int]:
+        replica: Any = Replica()
+        described = await replica.open(("mine", 1), None, "mock", "mock", {})
+        cold = (1,), None, True, None, None
+        rows = received(await replica.answer(("mine", 1), [asked(1), cold], False))
+        replica.lm.close()
+        return [described.vocab_size, *map(len, rows)]
+
+    assert asyncio.run(widths()) == [250, 250, 250]
+
+
+def test_a_replica_takes_the_cache_that_it_is_given() -> None:
+    async def kept(options: dict[str, Any]) -> int | None:
+        replica: Any = Replica()
+        await replica.open(("mine", 1), None, "mock", "mock", options)
+        with replica.lm as lm:
+            return lm._cache.maxsize
+
+    own = {"cache_opts": {"maxsize": 10}}
+    assert [asyncio.run(kept(options)) for options in ({}, {"cache_size": 9}, own)] == [0, 9, 10]
+
+
 def test_requests_end_with_their_programs_session_and_with_no_other() -> None:
     replica, model, (mine, yours) = replica_with("mine", "yours")
 

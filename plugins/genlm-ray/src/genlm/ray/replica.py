@@ -108,6 +108,7 @@ class Replica:
     def __init__(self) -> None:
         self._loading = asyncio.Lock()
         self._serves: tuple[Any, ...] = ()  # backend, model and options
+        self._width: int | None = None  # of rows as they travel, once it is loaded
         self._sessions: dict[str, ProgramSession] = {}
         self._trying: list[tuple[ProgramSession, float]] = []  # suspects: whose, and since when
         self._over: Exception | None = None  # why it takes no more calls
@@ -141,15 +142,17 @@ class Replica:
         session.heard_at = time.monotonic()
         if lease is not None:
             session.tasks.add(asyncio.create_task(self._expire(program, session, lease)))
-        # Rows have the tokenizer's width here; ids beyond it mean nothing to anybody.
-        vocab_size = min(self.lm.context([0]).vocab_size, len(self.lm.byte_vocab))
-        hooks = frozenset(hook for hook in HOOKS if self.lm.supports(hook))
         lm = self.lm
-        return Description(hooks, lm.tokenizer, vocab_size, lm.max_context, lm.eos_token_ids)
+        # Rows have the tokenizer's width here; ids beyond it mean nothing to anybody. Nor do those
+        # that the model lacks, for which the program's core has -inf again.
+        self._width = min(lm.context([0]).vocab_size, len(lm.byte_vocab))
+        hooks = frozenset(hook for hook in HOOKS if lm.supports(hook))
+        return Description(hooks, lm.tokenizer, self._width, lm.max_context, lm.eos_token_ids)
 
     async def _load(self, backend: str, model: str, options: Mapping[str, Any]) -> None:
         if not self._serves:
-            ours = {"cache_size": 0, **options}  # rows are cached where they are asked, once
+            # Rows are cached where they are asked, once.
+            ours = options if "cache_opts" in options else {"cache_size": 0, **options}
             self.lm = await asyncio.to_thread(load_model_by_name, model, backend, ours)
             send_own_code()
             self._serves = (backend, model, options)
@@ -259,8 +262,10 @@ class Replica:
             return await self.lm.sequence_logprobs(ids, scored, lora_name=lora)
         if cold:
             uncached = self.lm.next_token_logprobs_uncached
-            return await asyncio.to_thread(uncached, ids, lora_name=lora)
-        return await self.lm.next_token_logprobs(ids, lora_name=lora)
+            row = await asyncio.to_thread(uncached, ids, lora_name=lora)
+        else:
+            row = await self.lm.next_token_logprobs(ids, lora_name=lora)
+        return row[: self._width]
 
     @contextlib.contextmanager
     def _trial(self, session: ProgramSession) -> Iterator[None]:
