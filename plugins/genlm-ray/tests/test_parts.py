@@ -209,6 +209,35 @@ def test_a_replica_takes_the_cache_that_it_is_given() -> None:
     assert [asyncio.run(kept(options)) for options in ({}, {"cache_size": 9}, own)] == [0, 9, 10]
 
 
+class Sharper:
+    """Takes its second row as it is."""
+
+    def __init__(self, power: int) -> None:
+        self.power = power
+
+    @hookimpl
+    def genlm_process_logprobs(self, rows: torch.Tensor) -> torch.Tensor:
+        power, self.power = self.power, 1
+        return (power * rows).log_softmax(-1)
+
+
+def test_programs_share_a_replica_with_equal_wrappers() -> None:
+    async def joined(replica: Any, power: int) -> None:
+        loading = None, "mock", "mock", {"wrappers": [Sharper(power)]}
+        await replica.open((f"to the power {power}", 1), *loading)
+
+    async def programs() -> None:
+        replica: Any = Replica()
+        await joined(replica, 2)
+        replica.lm.next_token_logprobs_sync([1])
+        await joined(replica, 2)
+        with pytest.raises(InvalidOptionError, match="Sharper"):
+            await joined(replica, 3)
+        replica.lm.close()
+
+    asyncio.run(programs())
+
+
 def test_requests_end_with_their_programs_session_and_with_no_other() -> None:
     replica, model, (mine, yours) = replica_with("mine", "yours")
 

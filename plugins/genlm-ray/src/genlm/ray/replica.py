@@ -108,6 +108,7 @@ class Replica:
     def __init__(self) -> None:
         self._loading = asyncio.Lock()
         self._serves: tuple[Any, ...] = ()  # backend, model and options
+        self._pickled = b""  # these options as they came: wrappers among them change with use
         self._width: int | None = None  # of rows as they travel, once it is loaded
         self._sessions: dict[str, ProgramSession] = {}
         self._trying: list[tuple[ProgramSession, float]] = []  # suspects: whose, and since when
@@ -150,14 +151,17 @@ class Replica:
         return Description(hooks, lm.tokenizer, self._width, lm.max_context, lm.eos_token_ids)
 
     async def _load(self, backend: str, model: str, options: Mapping[str, Any]) -> None:
+        pickled = ray.cloudpickle.dumps(options)
         if not self._serves:
             # Rows are cached where they are asked, once.
             ours = options if "cache_opts" in options else {"cache_size": 0, **options}
             self.lm = await asyncio.to_thread(load_model_by_name, model, backend, ours)
             send_own_code()
-            self._serves = (backend, model, options)
-        elif (backend, model, options) != self._serves:
-            there, served, with_these = self._serves
+            self._serves, self._pickled = (backend, model, options), pickled
+            return
+        there, served, with_these = self._serves
+        same = pickled == self._pickled or options == with_these
+        if not ((backend, model) == (there, served) and same):
             raise InvalidOptionError(
                 f"the fleet serves {served!r} on {there!r} with {with_these}, not {model!r} on "
                 f"{backend!r} with {options}; give it another name, or the same model and options"
