@@ -169,3 +169,15 @@ def test_a_hugging_face_tokenizer(tmp_path):
         ids = lm.tokenizer.encode("the cat")
         assert b"".join(lm.byte_vocab[i].byte_string for i in ids) == b"the cat"
         assert torch.equal(lm.next_token_logprobs_sync(ids), other.next_token_logprobs_sync(ids))
+
+
+def test_a_tokenizer_may_have_gaps_among_its_ids() -> None:
+    class Gaps(ByteTokenizer):
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 97, "b": 300}
+
+        def token_bytes(self) -> list[bytes]:
+            return [b""] * 300 + [b"b"]
+
+    with MockAsyncLM(Gaps()) as lm:
+        assert lm.next_token_logprobs_sync([97, 300]).isfinite().sum() == len(lm.byte_vocab) == 301

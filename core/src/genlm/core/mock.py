@@ -100,6 +100,8 @@ class MockEngine:
 
     @vocab_size.default
     def _all_of_the_tokenizer(self) -> int:
+        if hasattr(self.tokenizer, "get_vocab"):  # its ids may have gaps
+            return max(self.tokenizer.get_vocab().values(), default=-1) + 1
         sized = hasattr(self.tokenizer, "__len__")
         return len(self.tokenizer if sized else self.tokenizer.token_bytes())
 
