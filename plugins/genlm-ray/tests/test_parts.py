@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import ctypes
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,8 @@ from genlm.ray.log import Entry
 from genlm.ray.options import RayOptions
 from genlm.ray.replica import ProgramSession, Replica
 from genlm.ray.wire import HOOKS, Ask, Busy, Description, Gone, Token, received
+
+from .conftest import PATIENCE
 
 
 def engine_whose_replicas_have(monkeypatch: pytest.MonkeyPatch, *hooks: str) -> RayEngine:
@@ -43,6 +47,28 @@ def test_it_has_the_hooks_of_the_inner_engine(
     engine = engine_whose_replicas_have(monkeypatch, *hooks)
     with AsyncLM(lambda: engine, backend="ray") as lm:
         assert [hook for hook in HOOKS if lm.supports(hook)] == [*hooks]
+
+
+def test_a_start_that_is_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    await_start, wait, waits = RayEngine._await_start, concurrent.futures.wait, threading.Event()
+    engine = engine_whose_replicas_have(monkeypatch)
+
+    def start() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            await_start(engine)
+
+    def waiting(*given: Any) -> Any:
+        waits.set()
+        return wait(*given)
+
+    monkeypatch.setattr("concurrent.futures.wait", waiting)
+    starting = threading.Thread(target=start, daemon=True)
+    starting.start()
+    assert waits.wait(PATIENCE)
+    interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    interrupt(ctypes.c_ulong(starting.ident or 0), ctypes.py_object(KeyboardInterrupt))
+    starting.join(PATIENCE)
+    assert not starting.is_alive()
 
 
 def test_a_step_waits_for_answers_and_gives_all_but_what_was_dropped(

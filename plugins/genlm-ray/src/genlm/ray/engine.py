@@ -108,9 +108,12 @@ class RayEngine:
 
     def _await_start(self) -> Description:
         patience = self._options.start_timeout
-        if concurrent.futures.wait([self._ready], patience).done:
-            described: Description = self._ready.result()
-            return described
+        until = time.monotonic() + patience
+        while (left := until - time.monotonic()) > 0:
+            # An interrupted load ends between two of these waits, and gives the replicas back.
+            if concurrent.futures.wait([self._ready], min(left, 0.2)).done:
+                described: Description = self._ready.result()
+                return described
         ready = sum(member.ready for member in self._fleet.members)
         raise BackendUnavailableError(
             f"{ready} of {len(self.model)} replicas were ready after start_timeout={patience:g} "
