@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -221,3 +223,17 @@ def test_backends(vocabulary):
 def test_what_is_no_trie_is_refused():
     with pytest.raises(InvalidInputError, match=r"call from_vocab\(vocab\); got \[b'a'\]"):
         AsyncTokenCharacterTrie([b"a"])
+
+
+def unpickled(thing):
+    return pickle.loads(pickle.dumps(thing))
+
+
+@pytest.mark.parametrize("made", [copy.copy, copy.deepcopy, unpickled])
+def test_a_copy_outlives_what_it_is_a_copy_of(made):
+    trie = AsyncTokenCharacterTrie.from_vocab([b"a", b"ab"])
+    trie.start()
+    again = made(trie)
+    del trie
+    assert asyncio.run(again.weight_sum([0.25, 0.75]))[again.trie.root] == 1.0
+    again.shutdown()

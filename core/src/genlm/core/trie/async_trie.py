@@ -114,6 +114,10 @@ class AsyncTokenCharacterTrie:
             raise InvalidOptionError(f"backend must be 'parallel' or 'sequential'; got {backend!r}")
         return cls(cls.tries[backend](vocab, **options))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has a worker thread of its own: this one's ends with this."""
+        return type(self), (self.trie,)
+
     async def weight_sum(self, ws: Any) -> Any:
         """:meth:`TokenCharacterTrie.weight_sum`, together with other calls.
 
