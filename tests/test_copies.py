@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import weakref
 
 import pytest
 import torch
 
-from genlm.core import Answer, AsyncLM, cache, hookimpl
+from genlm.core import Answer, AsyncLM, Query, cache, hookimpl
 from genlm.core.copies import copies_of
 from genlm.core.mock import ByteTokenizer
 from tools.launched import Launched
@@ -76,6 +77,37 @@ def test_a_copy_has_the_bits_of_its_row() -> None:
     rows = torch.tensor([[math.nan, -0.0, 0.0, math.inf, -math.inf, -1e-42], [-3.3] * 6])
     copied = torch.stack([*copies_of(rows.unbind())])
     assert copied.view(torch.int32).equal(rows.view(torch.int32))
+
+
+class OneLongAtATime(Engine):
+    """Answers one long context in a step, beside all short ones; knows whose memory is kept."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.waiting: list[Query] = []
+        self.kept: list[weakref.ref[torch.Tensor]] = []
+        self.most = 0
+
+    @hookimpl
+    def genlm_step(self, queries):
+        self.most = max(self.most, sum(kept() is not None for kept in self.kept))
+        self.waiting += [query for query in queries if query.length > 9]
+        short = [query for query in queries if query.length <= 9]
+        long, self.waiting = self.waiting[:1], self.waiting[1:]
+        rows = torch.zeros(len(long + short), WIDTH).log_softmax(-1)
+        self.kept.append(weakref.ref(rows))
+        return [Answer(query, row) for query, row in zip(long + short, rows, strict=True)]
+
+
+def test_a_call_that_takes_many_steps_keeps_none_of_their_other_rows() -> None:
+    engine = OneLongAtATime()
+    with AsyncLM(lambda: engine, backend="mine", cache_size=0) as lm:
+        rows = lm.batch_next_token_logprobs_sync(
+            [*([at] for at in range(9)), *[[7] * 10, [8] * 10]]
+        )
+        assert rows.exp().sum(-1).tolist() == pytest.approx([1.0] * 11)
+    assert len(engine.kept) == 2
+    assert engine.most == 0
 
 
 def test_without_memory_for_the_cache_callers_get_their_rows(monkeypatch, capsys) -> None:

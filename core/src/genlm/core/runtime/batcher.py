@@ -44,6 +44,7 @@ from genlm.core.runtime.lanes import (
     Lanes,
     Pending,
     Task,
+    keep_own,
     results_of,
 )
 from genlm.core.runtime.timeline import Timeline
@@ -526,12 +527,15 @@ class Batcher:
         """Give every caller its answer."""
         suspects: Pending = {}
         ended: list[Call[Any]] = []
+        waiting: Callers = []
         for request, answer in answers:
             callers = self._lanes.in_flight.pop(request)
             if not isinstance(answer, Exception):
                 for call, at in callers:
                     if call.give(at, answer):
                         ended.append(call)
+                    elif call.left:
+                        waiting.append((call, at))
             elif isinstance(answer, TryAlone):
                 suspects[request] = callers
             else:
@@ -543,6 +547,7 @@ class Batcher:
         if suspects:
             with self._lock:
                 self._lanes.suspect(suspects)
+        keep_own(waiting)
         self._end_calls(ended)
 
     def _end_calls(self, calls: Iterable[Call[Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -115,6 +116,22 @@ def results_of(calls: Sequence[Call[Any]]) -> list[Any]:
 
 #: The calls that wait for a request, and the place of its answer in each.
 Callers = list[tuple[Call[Any], int]]
+
+
+def keep_own(given: Callers) -> None:
+    """Have calls that wait for further answers keep copies of the rows that they were given: views
+    would keep all rows of each of their steps."""
+    rows = [(call, at, call.answers[at]) for call, at in given if call.left]
+    rows = [each for each in rows if is_part(each[-1])]
+    with contextlib.suppress(Exception):  # no memory for the copies: the views stay
+        for (call, at, _), own in zip(rows, copies_of([row for *_, row in rows]), strict=True):
+            call.answers[at] = own
+
+
+def is_part(answer: Any) -> bool:
+    """Whether a tensor keeps more memory than its own."""
+    return hasattr(answer, "untyped_storage") and answer.untyped_storage().nbytes() > answer.nbytes
+
 
 #: Requests, in the order asked, each with its callers.
 Pending = dict[Any, Callers]
