@@ -7,6 +7,8 @@ import gc
 import re
 import signal
 import threading
+import traceback
+import weakref
 from functools import partial
 
 import pytest
@@ -122,6 +124,45 @@ def test_callers_of_one_request_get_errors_of_their_own_with_one_cause(mock, fai
     assert len({str(error) for error in errors}) == 1
     assert len({id(error.__cause__) for error in errors}) == 1
     assert "told to" in str(errors[2].__cause__)
+
+
+@both
+def test_an_error_keeps_nothing_of_what_was_being_computed(mock, continuous):
+    computed: list[weakref.ref[torch.Tensor]] = []
+
+    def evaluate(queries):
+        activations = torch.zeros(1)
+        computed.append(weakref.ref(activations))
+        if any(query.token_ids == (13,) for query in queries):
+            raise RuntimeError("memory ran out")
+
+    async def asked(lm):
+        rows = (lm.next_token_logprobs([i]) for i in range(10, 16))
+        return await asyncio.gather(*rows, return_exceptions=True)
+
+    lm = mock(continuous=continuous, on_batch=evaluate)
+    kept = asyncio.run(asked(lm))
+    lm.next_token_logprobs_sync([1])
+    assert [type(each) for each in kept].count(EngineError) == 1
+    assert len(computed) > 3
+    assert [one() for one in computed] == [None] * len(computed)
+    assert ", in evaluate" in "".join(traceback.format_exception(kept[3]))
+
+
+def test_an_adapter_that_does_not_load_leaves_nothing_in_its_error(mock, monkeypatch):
+    loaded: list[weakref.ref[torch.Tensor]] = []
+
+    @hookimpl
+    def loads(self, adapter):
+        weights = torch.zeros(1)
+        loaded.append(weakref.ref(weights))
+        raise RuntimeError("memory ran out")
+
+    monkeypatch.setattr(MockEngine, "genlm_add_lora", loads)
+    with pytest.raises(RuntimeError, match="memory ran out") as kept:
+        mock().add_new_lora("folder")
+    assert kept.value.__traceback__ is not None
+    assert loaded[0]() is None
 
 
 def test_a_hook_that_asks_its_own_model_gets_an_error_instead_of_a_deadlock(mock):

@@ -15,7 +15,7 @@ from genlm.core.checks import describe_error, safe_repr
 from genlm.core.errors import EngineDeadError, EngineError, GenlmError, PluginError
 from genlm.core.logs import get_logger
 from genlm.core.runtime.batcher import TryAlone
-from genlm.core.runtime.lanes import ROWS, Counters, Lane
+from genlm.core.runtime.lanes import ROWS, Counters, Lane, let_go
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.results import Answers, evaluate_isolated
 from genlm.core.runtime.timeline import Timeline
@@ -43,7 +43,8 @@ class EngineExecutor:
     # What a continuous engine has, with the cache's generation when it was admitted, or the error
     # that a wrapper has given it.
     _in_flight: dict[Request, int | Exception] = field(init=False, factory=dict)
-    _failure: Exception | None = field(init=False, default=None)  # the last one of a step
+    # What the last failure of a step said. The error itself would keep what that step computed.
+    _failure: str = field(init=False, default="")
     _wake_failed: bool = field(init=False, default=False)
     # The prompts that are pinned, and whether a failed call may have made the engine forget them.
     _pinned: dict[Query, None] = field(init=False, factory=dict)
@@ -171,7 +172,7 @@ class EngineExecutor:
         except (EngineDeadError, PluginError):
             raise
         except Exception as error:
-            self._failure = error
+            self._failure = describe_error(error)
             lost, self._in_flight = list(self._in_flight), {}
             return [(request, TryAlone() if len(lost) > 1 else error) for request in lost]
         self._in_flight.update((r, error) for r, error in failed.items() if r in self._in_flight)
@@ -186,14 +187,14 @@ class EngineExecutor:
             elif admitted is not None:
                 finished.append((request, admitted))
             elif request not in dropped:
-                raise self._unasked(request) from self._failure
+                raise self._unasked(request)
         for generation, answers in kept.items():
             self._keep(answers, generation)
         return finished
 
     def _unasked(self, request: Request) -> PluginError:
         """The error for an answer to what is not in flight."""
-        failed = "" if self._failure is None else f" (it did: {describe_error(self._failure)})"
+        failed = f" (it did: {self._failure})" if self._failure else ""
         return PluginError(
             "genlm_step gave an answer to what is not in flight; answer every request once, and "
             f"none that was admitted before it raised{failed}; the request: {safe_repr(request)}"
@@ -253,6 +254,7 @@ class EngineExecutor:
 
     def _explained(self, query: Query, error: Exception) -> Exception:
         """The engine's error, with the query that caused it."""
+        let_go(error)
         if isinstance(error, (GenlmError, TryAlone)):
             return error
         what = f"backend {self.engine.backend!r} failed on {query}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import inspect
 import math
+import traceback
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -87,9 +89,32 @@ class Task(Generic[T]):
         try:
             self.future.set_result(self.make())
         except BaseException as error:
+            let_go(error)
             self.future.set_exception(error)
             if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
                 raise
+
+
+#: What calls of generators and coroutines are marked with: they may go on after an error.
+MAY_GO_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def let_go(error: BaseException) -> None:
+    """Have an error, and those that it comes from, keep nothing of the calls that they have ended
+    but their lines. An engine's calls hold what it was computing, and errors are kept: by who
+    gathers them, and in circles, which the garbage collector finds late."""
+    met: dict[int, BaseException] = {}
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is None or id(one) in met:
+            continue
+        met[id(one)] = one
+        left += [one.__cause__, one.__context__]
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            if not frame.f_code.co_flags & MAY_GO_ON:
+                with contextlib.suppress(RuntimeError):  # it has not ended
+                    frame.clear()
 
 
 def the_copy(answers: Sequence[Any]) -> Any:
