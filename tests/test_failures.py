@@ -149,6 +149,23 @@ def test_an_error_keeps_nothing_of_what_was_being_computed(mock, continuous):
     assert ", in evaluate" in "".join(traceback.format_exception(kept[3]))
 
 
+def test_a_dead_engine_is_not_kept_by_its_error():
+    engines: list[weakref.ref[object]] = []
+
+    class Dying(MockEngine):
+        @hookimpl
+        def genlm_next_token_logprobs(self, queries):
+            engines.append(weakref.ref(self))
+            raise EngineDeadError("the device is lost")
+
+    load = partial(Dying, ByteTokenizer())
+    with AsyncLM(load, backend="mine") as lm, pytest.raises(EngineDeadError, match="lost") as kept:
+        lm.next_token_logprobs_sync([1])
+    gc.collect()
+    assert engines[0]() is None
+    assert "raise EngineDeadError" in "".join(traceback.format_exception(kept.value))
+
+
 def test_an_adapter_that_does_not_load_leaves_nothing_in_its_error(mock, monkeypatch):
     loaded: list[weakref.ref[torch.Tensor]] = []
 

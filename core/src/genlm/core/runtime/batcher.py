@@ -45,6 +45,7 @@ from genlm.core.runtime.lanes import (
     Pending,
     Task,
     keep_own,
+    let_go,
     results_of,
 )
 from genlm.core.runtime.timeline import Timeline
@@ -568,6 +569,7 @@ class Batcher:
 
     def _die(self, cause: BaseException) -> None:
         """The executor cannot continue: fail everything, refuse everything."""
+        let_go(cause)
         own_words = isinstance(cause, EngineDeadError)
         message = str(cause) if own_words else f"the engine died: {safe_repr(cause)}"
         log.error("engine.died", error=safe_repr(cause))
