@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import math
 import weakref
 
@@ -12,6 +13,7 @@ import torch
 from genlm.core import Answer, AsyncLM, Query, cache, hookimpl
 from genlm.core.copies import copies_of
 from genlm.core.mock import ByteTokenizer
+from genlm.core.runtime.lanes import Call, keep_own
 from tools.launched import Launched
 
 WIDTH = len(ByteTokenizer())
@@ -108,6 +110,14 @@ def test_a_call_that_takes_many_steps_keeps_none_of_their_other_rows() -> None:
         assert rows.exp().sum(-1).tolist() == pytest.approx([1.0] * 11)
     assert len(engine.kept) == 2
     assert engine.most == 0
+
+
+def test_nothing_is_kept_for_a_caller_who_has_gone() -> None:
+    call = Call([1, 2], concurrent.futures.Future(), list)
+    call.give(0, torch.zeros(3, WIDTH)[1])
+    call.future.cancel()
+    keep_own([(call, 0)])
+    assert call.answers == [None, None]
 
 
 def test_without_memory_for_the_cache_callers_get_their_rows(monkeypatch, capsys) -> None:

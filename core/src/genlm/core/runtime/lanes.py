@@ -146,6 +146,9 @@ Callers = list[tuple[Call[Any], int]]
 def keep_own(given: Callers) -> None:
     """Have calls that wait for further answers keep copies of the rows that they were given: views
     would keep all rows of each of their steps."""
+    for call, at in given:
+        if call.future.done():  # its caller has gone
+            call.answers[at] = None
     rows = [(call, at, call.answers[at]) for call, at in given if call.left]
     rows = [each for each in rows if is_part(each[-1])]
     with contextlib.suppress(Exception):  # no memory for the copies: the views stay
