@@ -528,15 +528,15 @@ class Batcher:
         """Give every caller its answer."""
         suspects: Pending = {}
         ended: list[Call[Any]] = []
-        waiting: Callers = []
+        given: Callers = []
         for request, answer in answers:
             callers = self._lanes.in_flight.pop(request)
             if not isinstance(answer, Exception):
                 for call, at in callers:
                     if call.give(at, answer):
                         ended.append(call)
-                    elif call.left:
-                        waiting.append((call, at))
+                    else:
+                        given.append((call, at))
             elif isinstance(answer, TryAlone):
                 suspects[request] = callers
             else:
@@ -548,7 +548,7 @@ class Batcher:
         if suspects:
             with self._lock:
                 self._lanes.suspect(suspects)
-        keep_own(waiting)
+        keep_own(given)
         self._end_calls(ended)
 
     def _end_calls(self, calls: Iterable[Call[Any]]) -> None:

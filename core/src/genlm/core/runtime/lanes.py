@@ -146,14 +146,16 @@ Callers = list[tuple[Call[Any], int]]
 def keep_own(given: Callers) -> None:
     """Have calls that wait for further answers keep copies of the rows that they were given: views
     would keep all rows of each of their steps."""
+    parts: Callers = []
     for call, at in given:
-        if call.future.done():  # its caller has gone
+        if call.left and call.future.done():  # its caller has gone
             call.answers[at] = None
-    rows = [(call, at, call.answers[at]) for call, at in given if call.left]
-    rows = [each for each in rows if is_part(each[-1])]
+        elif call.left and is_part(call.answers[at]):
+            parts.append((call, at))
     with contextlib.suppress(Exception):  # no memory for the copies: the views stay
-        for (call, at, _), own in zip(rows, copies_of([row for *_, row in rows]), strict=True):
-            call.answers[at] = own
+        own = copies_of([call.answers[at] for call, at in parts])
+        for (call, at), row in zip(parts, own, strict=True):
+            call.answers[at] = row
 
 
 def is_part(answer: Any) -> bool:
