@@ -225,7 +225,7 @@ def test_a_fork_copies_its_rows_besides(there: Make) -> None:
 
 
 def test_snapshots_copy_once_where_contexts_stay_together(there: Make) -> None:
-    engine = there(MAMBA, Reuse.SNAPSHOTS)
+    engine = there(MAMBA, Reuse.STEPWISE)
     assert ask(engine, *contexts_of(20)) == ONE
     grown = [[*one, 5] for one in contexts_of(20)]
     assert ask(engine, *grown) == ONE

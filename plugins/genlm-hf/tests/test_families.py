@@ -47,7 +47,6 @@ UNIFORM = {
     "gpt-neo, a window of its own": configs.GPTNeoConfig(**GPT_NEO),
 }
 SNAPSHOTS = {
-    "mamba": MAMBA,
     "lfm2": LFM2,
     "qwen3-next": configs.Qwen3NextConfig(**QWEN3_NEXT),
     "bamba, which counts from 0 after a state": configs.BambaConfig(**BAMBA),
@@ -61,6 +60,7 @@ FAMILIES = {
     "deepseek3, latent attention": (configs.DeepseekV3Config(**LATENT), Reuse.PACKED),
     **{family: (config, Reuse.UNIFORM) for family, config in UNIFORM.items()},
     **{family: (config, Reuse.SNAPSHOTS) for family, config in SNAPSHOTS.items()},
+    "mamba": (MAMBA, Reuse.STEPWISE),
     "rwkv": (RWKV, Reuse.NONE),
 }
 

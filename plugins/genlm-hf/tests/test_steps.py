@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from genlm.core import Query
 
 from .models import draw, llama_config, proven
-from .shapes import MAMBA, SHAPE
+from .shapes import LFM2, MAMBA, SHAPE
 
 pytestmark = pytest.mark.any_version
 
@@ -24,6 +24,16 @@ CHUNK = 32
 def chunked() -> Any:
     """An engine whose chunks are short."""
     return proven(llama_config(), max_batch_tokens=CHUNK)
+
+
+def test_a_hybrid_model_computes_long_contexts_in_chunks_too() -> None:
+    model = proven(LFM2, max_batch_tokens=CHUNK)
+    (prompt,), (short,) = draw(1, 100), draw(1, 5, seed=1)
+    assert model.step(prompt) == set()
+    assert model.step(short) == {short}
+    assert [model.step() for _ in range(2)] == [set(), {prompt}]
+    assert max(model.forwards) <= CHUNK
+    assert sum(model.forwards) == 105, "nothing is computed twice"
 
 
 def finish(model: Any, *contexts: Sequence[int]) -> list[set[tuple[int, ...]]]:

@@ -77,15 +77,17 @@ class Beginning:
 class Snapshots:
     """Keeps snapshots within a budget, the least recently used first out.
 
-    A context starts from a snapshot of exactly its first tokens. The others are run one at a time,
-    or the whole context at once, whichever is cheaper.
+    A context starts from a snapshot of exactly its first tokens.
 
     Args:
         budget: The most bytes that all of them may take.
         forward: What a forward costs beside its tokens, in tokens.
+        at_once: Whether the other tokens of a context are run at once. If not, they are run one at
+            a time, or the whole context at once, whichever is cheaper.
     """
 
-    def __init__(self, budget: int, forward: int) -> None:
+    def __init__(self, budget: int, forward: int, at_once: bool) -> None:
+        self.at_once = at_once
         self._budget = budget
         self._forward = forward
         self._used: dict[Snapshot, None] = {}  # the least recently used first
@@ -183,6 +185,8 @@ class Snapshots:
         """What it costs, in tokens, to compute so many contexts that start and end together, and
         where they had best start."""
         whole = self._forward + count * length, 0
+        if self.at_once:
+            return whole[0] - count * start, start
         steps = (self._forward + ROW_OF_ONE * count) * (length - start), start
         return min(steps, whole) if start else whole
 
@@ -244,11 +248,11 @@ def _common_start(one: TokenSequence, other: TokenSequence) -> int:
 
 
 def steps(
-    runner: Runner, sequences: Sequence[TokenSequence], start: int, cache: Any
+    runner: Runner, sequences: Sequence[TokenSequence], start: int, cache: Any, at_once: bool
 ) -> tuple[list[int], torch.Tensor, Any]:
-    """Run the rest of some sequences of one length, at once where it is all, else token by token.
-
-    Recurrent models may take several tokens as a beginning, and ignore what their cache holds.
+    """Run the rest of some sequences of one length: at once, or, where it is not all, token by
+    token. Recurrent models may take several tokens as a beginning, and ignore what their cache
+    holds.
 
     Returns:
         For each row of logits, the index of its sequence; the logits; the cache.
@@ -256,7 +260,7 @@ def steps(
     length, latest_start = sequences[0].length, sequences[0].latest_start
     owners: list[int] = []
     parts = []
-    for stop in range(start + 1, length + 1) if start else [length]:
+    for stop in [length] if at_once or not start else range(start + 1, length + 1):
         wanted = range(max(latest_start, start) - start, stop - start)
         places = [row * (stop - start) + at for row in range(len(sequences)) for at in wanted]
         tokens = [sequence.tokens[start:stop] for sequence in sequences]

@@ -89,8 +89,10 @@ class Strategy:
     runner: Runner
     max_tokens: int
 
-    #: Whether a context can be computed in parts, each from the state of the one before.
-    continues = False
+    @property
+    def continues(self) -> bool:
+        """Whether a context can be computed in parts, each from the state of the one before."""
+        return False
 
     def fits(self, length: int) -> bool:
         """Whether the state of a context of this length can be kept."""
@@ -165,7 +167,10 @@ class InRows(Strategy):
 
     _planner: Planner[TokenSequence]
     _unsettled: Computed | None = field(default=None, init=False)
-    continues = True
+
+    @property
+    def continues(self) -> bool:
+        return True
 
     @property
     def planner(self) -> Planner[TokenSequence]:
@@ -301,6 +306,10 @@ class InSnapshots(Strategy):
 
     snapshots: Snapshots
 
+    @property
+    def continues(self) -> bool:
+        return self.snapshots.at_once
+
     def fits(self, length: int) -> bool:
         return self.snapshots.fits(length)
 
@@ -329,7 +338,8 @@ class InSnapshots(Strategy):
     ) -> Iterator[Result]:
         for start, rows, cache in self.snapshots.groups(sequences, indices, self.max_tokens):
             chosen = [sequences[at] for at in rows]
-            owners, logits, cache = steps(self.runner, chosen, start, cache)
+            at_once = self.snapshots.at_once
+            owners, logits, cache = steps(self.runner, chosen, start, cache, at_once)
             self.snapshots.keep([sequence.key for sequence in chosen], cache)
             yield Result([rows[owner] for owner in owners], logits)
 
@@ -358,8 +368,9 @@ def strategy_for(reuse: Reuse, runner: Runner, max_tokens: int, budget: int) -> 
     costs = costs_of(runner.device)
     if reuse is Reuse.NONE:
         return Strategy(runner, max_tokens)
-    if reuse is Reuse.SNAPSHOTS:
-        return InSnapshots(runner, max_tokens, Snapshots(budget, costs.forward))
+    if reuse in (Reuse.SNAPSHOTS, Reuse.STEPWISE):
+        at_once = reuse is Reuse.SNAPSHOTS
+        return InSnapshots(runner, max_tokens, Snapshots(budget, costs.forward, at_once))
     shares = reuse is Reuse.SHARED
     worth = evolve(WORTH, plenty=costs.plenty)
     planner: Planner[TokenSequence] = Planner(PoolTable(runner.pool, budget), worth, shares)

@@ -4,6 +4,7 @@ in several forwards."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -84,28 +85,43 @@ def _uniform(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Te
 
 
 def _snapshots(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Each begun beside another one and continued token by token: by other tokens first, then again
-    from the same snapshot, as a fork beside those others, and for the last token beside one that
+    """From their middle on by several tokens, and at last by two, see :func:`_continued`."""
+    cuts = [len(context) // 2 for context in contexts]
+    lasts = [max(len(context) - 2, cut + 1) for context, cut in zip(contexts, cuts, strict=True)]
+    ends = zip(cuts, lasts, map(len, contexts), strict=True)
+    return [
+        _continued(runner, context, sorted({*stops}))
+        for context, stops in zip(contexts, ends, strict=True)
+    ]
+
+
+def _stepwise(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The last few tokens one by one, see :func:`_continued`."""
+    cuts = [max(len(context) // 2, len(context) - 6) for context in contexts]
+    return [
+        _continued(runner, context, range(cut, len(context) + 1))
+        for context, cut in zip(contexts, cuts, strict=True)
+    ]
+
+
+def _continued(runner: Runner, context: Sequence[int], stops: Sequence[int]) -> torch.Tensor:
+    """Begun beside another one and continued up to each stop: by other tokens first, then again
+    from the same snapshot, as a fork beside those others, and up to the last stop beside one that
     was begun only then."""
     pair: list[Adapter | None] = [None, None]
-    cuts = [max(len(context) // 2, len(context) - 6) for context in contexts]
-    begun = []
-    for context, cut in zip(contexts, cuts, strict=True):
-        cache = runner.stateful(None, 0, [context[:cut], context[::-1][:cut]], pair, [cut - 1])[1]
-        begun.append(Snapshot(cache, [b"", b""]))
-    rows = []
-    for context, cut, snapshot in zip(contexts, cuts, begun, strict=True):
-        tail, other = context[cut:], context[::-1][cut:]
-        for tails in ([other, other], [tail, other]):
-            cache = joined([(snapshot, 0), (snapshot, 0)])
-            for at in range(len(tail) - 1):
-                tokens = [[after[at]] for after in tails]
-                cache = runner.stateful(cache, cut + at, tokens, pair, [0])[1]
-        fresh = runner.stateful(None, 0, [context[:-1]], [None], [0])[1]
-        cache = joined([(Snapshot(fresh, [b""]), 0), (Snapshot(cache, [b"", b""]), 0)])
-        tokens = [[context[-1]]] * 2
-        rows.append(runner.stateful(cache, len(context) - 1, tokens, pair, [1])[0])
-    return rows
+    other = context[::-1]
+    begin, last = stops[0], stops[-2]
+    cache = runner.stateful(None, 0, [context[:begin], other[:begin]], pair, [begin - 1])[1]
+    begun = Snapshot(cache, [b"", b""])
+    for both in ([*context[:begin], *other[begin:]], [*context]):
+        cache = joined([(begun, 0), (begun, 0)])
+        for start, stop in pairwise(stops[:-1]):
+            tokens = [both[start:stop], other[start:stop]]
+            cache = runner.stateful(cache, start, tokens, pair, [0])[1]
+    fresh = runner.stateful(None, 0, [context[:last]], [None], [0])[1]
+    cache = joined([(Snapshot(fresh, [b""]), 0), (Snapshot(cache, [b"", b""]), 0)])
+    tokens = [context[last:], context[last:]]
+    return runner.stateful(cache, last, tokens, pair, [2 * len(tokens[0]) - 1])[0]
 
 
 def _plain(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -118,5 +134,6 @@ WAYS = {
     Reuse.PACKED: _packed,
     Reuse.UNIFORM: _uniform,
     Reuse.SNAPSHOTS: _snapshots,
+    Reuse.STEPWISE: _stepwise,
     Reuse.NONE: _plain,
 }
