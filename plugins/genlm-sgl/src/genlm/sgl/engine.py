@@ -7,10 +7,12 @@ from typing import Any
 
 from genlm.core import Adapter, Answer, EngineDeadError, EngineError, Query, hookimpl
 from genlm.core.checks import describe_error
+from genlm.core.errors import UnsupportedError
 from genlm.core.logs import get_logger
 from genlm.core.types import Request, SampleRequest
 from genlm.kit.memory import lower
 from genlm.sgl.internals import Scheduler
+from genlm.sgl.newcomers import Newcomer, Newcomers
 from genlm.sgl.sampling import native_draw
 
 log = get_logger()
@@ -31,6 +33,7 @@ class SglEngine:
         self.max_context = scheduler.longest_prompt
         self.device = str(next(self.model.parameters()).device)
         self._in_flight: dict[str, Request] = {}
+        self._newcomers = Newcomers(scheduler)
         self._pinned: dict[Query, Any] = {}
         self._asked = 0
 
@@ -47,6 +50,7 @@ class SglEngine:
         try:
             self._drop(dropped)
             answers = self._receive(queries, samples)
+            self._newcomers.admit()
             if self._in_flight:
                 answers += self._advance()
             return answers
@@ -55,16 +59,16 @@ class SglEngine:
             raise
 
     def _receive(self, queries: Sequence[Query], samples: Sequence[SampleRequest]) -> list[Answer]:
-        """Hand new requests to SGLang; draws that it cannot make are answered with ``None``."""
+        """Take new requests; draws that it cannot make are answered with ``None``."""
         for query in queries:
-            self._submit(query)
+            self._take(query)
         declined = []
         for request in samples:
             draw = native_draw(request.params, self.scheduler.stop_token_ids)
             if draw is None or self.vocab_size > len(self.tokenizer):  # it would draw padding
                 declined.append(Answer(request, None))
             else:
-                self._submit(request, draw)
+                self._take(request, draw)
         return declined
 
     def _drop(self, requests: Sequence[Request]) -> None:
@@ -74,17 +78,16 @@ class SglEngine:
         gone = set(requests)
         for key in [key for key, request in self._in_flight.items() if request in gone]:
             del self._in_flight[key]
-            self.scheduler.abort(key)
+            if not self._newcomers.drop(key):
+                self.scheduler.abort(key)
 
-    def _submit(self, request: Request, draw: Mapping[str, Any] | None = None) -> None:
+    def _take(self, request: Request, draw: Mapping[str, Any] | None = None) -> None:
         self._asked += 1
         key = f"{self._asked:016x}"
         self._in_flight[key] = request
         query = request if isinstance(request, Query) else request.query
-        # Nothing was ever cached in a cold query's own namespace.
-        namespace = f"cold-{key}" if query.cold else None
         adapter = adapter_id(query.adapter) if query.adapter else None
-        self.scheduler.submit(key, query.token_ids, adapter=adapter, namespace=namespace, draw=draw)
+        self._newcomers.add(Newcomer(key, query, adapter, draw))
 
     def _advance(self) -> list[Answer]:
         """One step: the answers to the requests that it finished."""
@@ -111,6 +114,11 @@ class SglEngine:
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
+        if not self.scheduler.keeps_prompts:
+            raise UnsupportedError(
+                "cache_kv needs SGLang's radix cache, which is off for this model or by the engine "
+                "option disable_radix_cache"
+            )
         if query not in self._pinned:
             self.evaluate_alone(query)
             adapter = adapter_id(query.adapter) if query.adapter else None
@@ -144,6 +152,7 @@ class SglEngine:
         """Drop everything in flight, and all state; the core pins again what was pinned."""
         log.warning("engine.recovering", backend="sgl", dropped=len(self._in_flight))
         self._in_flight.clear()
+        self._newcomers.clear()
         self._pinned.clear()
         try:
             self.scheduler.drop_everything()
@@ -158,6 +167,7 @@ class SglEngine:
     @hookimpl
     def genlm_close(self) -> None:
         self._in_flight.clear()
+        self._newcomers.clear()
         self._pinned.clear()
         del self.model
         self.scheduler.close()

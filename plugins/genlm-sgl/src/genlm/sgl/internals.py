@@ -63,6 +63,8 @@ class Scheduler:
         # The rows of the current step, if it samples and some of them are wanted.
         self._rows_wanted = False
         self._rows: torch.Tensor | None = None
+        #: The keys of the requests whose prompts are not computed.
+        self.computing: set[str] = set()
         sampler = self._scheduler.tp_worker.model_runner.sampler
         sampler.register_forward_pre_hook(self._before_sampling)
 
@@ -113,6 +115,16 @@ class Scheduler:
         """How many tokens the key/value pool holds."""
         return int(self._scheduler.max_total_num_tokens)
 
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether a prompt that is computed is found by others."""
+        return not self._scheduler.disable_radix_cache
+
+    @property
+    def page_size(self) -> int:
+        """Prompts are found by so many tokens at a time."""
+        return int(self._scheduler.page_size)
+
     def repair(self, settings: Any) -> list[Limit]:
         """See :func:`genlm.sgl.repairs.repair`."""
         backend = self._scheduler.tp_worker.model_runner.attn_backend
@@ -161,6 +173,7 @@ class Scheduler:
             extra_key=namespace,
         )
         self._scheduler.process_input_requests([request])
+        self.computing.add(key)
 
     def step(self) -> dict[str, Any] | None:
         """Run the batch that the scheduler chooses; ``None`` if it can run nothing.
@@ -183,6 +196,9 @@ class Scheduler:
             with torch.inference_mode():
                 scheduler.process_batch_result(batch, result)
             scheduler.last_batch = batch
+        if batch.forward_mode.is_extend():
+            computed = [each for each in batch.reqs if each is not scheduler.chunked_req]
+            self.computing.difference_update(str(each.rid) for each in computed)
         if rows is not None and rows.is_cuda:
             # This thread's own stream reads them: SGLang must not reuse their memory before that.
             rows.record_stream(torch.cuda.current_stream(rows.device))
@@ -197,6 +213,7 @@ class Scheduler:
         as finished."""
         from sglang.srt.managers.io_struct import AbortReq
 
+        self.computing.discard(key)
         with self._on_its_stream():
             self._scheduler.abort_request(AbortReq(rid=key))
 
@@ -236,6 +253,7 @@ class Scheduler:
         from sglang.srt.managers.schedule_batch import ScheduleBatch
 
         scheduler = self._scheduler
+        self.computing.clear()
         scheduler.waiting_queue.clear()
         scheduler.chunked_req = None
         scheduler._pending_chunked_abort_req = None
@@ -328,14 +346,30 @@ class Scheduler:
 
     def lock(self, token_ids: Sequence[int], adapter: str | None) -> Any:
         """Protect a cached prompt from eviction; returns what :meth:`unlock` needs."""
+        with self._on_its_stream():
+            node = self._match(token_ids, adapter).last_device_node
+            return node, self._scheduler.tree_cache.inc_lock_ref(node).to_dec_params()
+
+    def known(self, prompts: Sequence[tuple[Sequence[int], str | None]]) -> list[int]:
+        """How many first tokens of each prompt, with its adapter, are cached."""
+        if not prompts:
+            return []
+        with self._on_its_stream():
+            found = [self._match(*prompt) for prompt in prompts]
+        # Early releases give where they are, and not how many.
+        return [
+            each.device_prefix_len
+            if hasattr(each, "device_prefix_len")
+            else len(each.device_indices)
+            for each in found
+        ]
+
+    def _match(self, token_ids: Sequence[int], adapter: str | None) -> Any:
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        cache = self._scheduler.tree_cache
         key = RadixKey(token_ids=array("q", token_ids), extra_key=adapter)
-        with self._on_its_stream():
-            node = cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
-            return node, cache.inc_lock_ref(node).to_dec_params()
+        return self._scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
 
     def unlock(self, lock: Any) -> None:
         node, receipt = lock
