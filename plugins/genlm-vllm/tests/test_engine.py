@@ -66,6 +66,13 @@ def test_a_full_cache_and_more_requests_than_places(engine):
     engine.computes(*(text(seed, 90 + seed % 20) for seed in range(40)))
 
 
+def test_sessions_that_share_a_prompt_take_its_room_once(engine):
+    """Eight contexts of 170 tokens, whose prompt is 160, stay where the cache holds 864."""
+    contexts = [(*text(0, 160), *text(seed, 10)) for seed in range(1, 9)]
+    engine.ask(*map(Query, contexts))
+    assert engine.computes(*((*ids, 5) for ids in contexts)) == [8]
+
+
 # --- pinned prefixes ------------------------------------------------------------------------------
 
 

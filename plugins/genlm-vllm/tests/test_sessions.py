@@ -26,11 +26,34 @@ def session(*ids: int, adapter: Adapter | None = None, request_id: str = "") -> 
     return VllmRequest(query, query, request_id, footprint(len(ids)))
 
 
+def made(limit: int, capacity: int = CAPACITY) -> Sessions:
+    sizes = {"capacity": capacity, "shared": BLOCK, "longest": 40, "reach": BLOCK}
+    return Sessions(limit=limit, footprint=footprint, **sizes)
+
+
+def taken_by(*requests: VllmRequest) -> int:
+    """The tokens that they take together: each full block with all before it once."""
+    ends = [(each, range(BLOCK, each.prompt.length + 1, BLOCK)) for each in requests]
+    blocks = {(one.prompt.adapter, one.prompt.token_ids[:end]) for one, own in ends for end in own}
+    own = sum(one.tokens - BLOCK * len(full) for one, full in ends)
+    return BLOCK * len(blocks) + own
+
+
 def test_pinning_leaves_places_for_other_requests():
-    sessions = Sessions(limit=1, capacity=1000, footprint=footprint, longest=40, reach=BLOCK)
+    sessions = made(limit=1, capacity=1000)
     sessions.pin(session(1))
     with pytest.raises(EngineError, match=r"1 prefixes are pinned.*clear_kv_cache.*max_num_seqs"):
-        sessions.check_room_for_pin(Query((2,)))
+        sessions.check_room_for_pin(session(2))
+
+
+def test_pins_count_what_they_share_once():
+    sessions = made(limit=10, capacity=44 + 24)
+    for last in range(4):
+        pin = session(*range(8), last)
+        sessions.check_room_for_pin(pin)
+        sessions.pin(pin)
+    with pytest.raises(EngineError, match=r"9 more tokens would hold 28 of the 68 tokens"):
+        sessions.check_room_for_pin(session(*range(8), 5))
 
 
 contexts = st.lists(st.integers(0, 1), min_size=1, max_size=8).map(tuple)
@@ -50,9 +73,7 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit):
     """Against a plain dict by request id: none is lost, none given up twice, a trim gives up the
     least recently used beyond the limits, and no more, and the longest one within reach is
     taken."""
-    sessions = Sessions(
-        limit=limit, capacity=CAPACITY, footprint=footprint, longest=40, reach=BLOCK
-    )
+    sessions = made(limit)
     held, pinned = {}, set()
 
     def given_up(released):
@@ -74,9 +95,11 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit):
     for number, (deed, ids, adapter) in enumerate(deeds):
         new = session(*ids, adapter=adapter, request_id=f"r{number}")
         if deed == "park":
+            sessions.held.add(new)
             given_up(sessions.park(new))
             held[new.request_id] = new
         elif deed == "pin" and not sessions.is_pinned(new.prompt):
+            sessions.held.add(new)
             sessions.pin(new)
             held[new.request_id] = new
             pinned.add(new.request_id)
@@ -88,15 +111,17 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit):
             assert (taken.prompt.length if taken else 0) == max(lengths, default=0)
             if taken:
                 assert taken.prompt == Query(ids[: taken.prompt.length], adapter)
+                sessions.held.remove(taken)
                 given_up([taken])
         elif deed == "trim":
             before = idle()
-            gone = given_up(sessions.trim(len(ids)))
+            sessions.held.add(new)  # in flight
+            gone = given_up(sessions.trim())
             assert gone == before[: len(gone)]
-            used = sum(each.tokens for each in held.values()) + len(ids)
-            last = gone[-1].tokens if gone else 0
-            assert not idle() or (used <= CAPACITY and len(held) <= limit)
-            assert not last or used + last > CAPACITY or len(held) + 1 > limit
+            rest = [*held.values(), new]
+            assert not idle() or (taken_by(*rest) <= CAPACITY and len(held) <= limit)
+            assert not gone or taken_by(*rest, gone[-1]) > CAPACITY or len(held) + 1 > limit
+            sessions.held.remove(new)
         elif deed == "drop":
             with_adapter = {each.request_id for each in held.values() if each.prompt.adapter == A}
             assert {each.request_id for each in given_up(sessions.drop(A))} == with_adapter
@@ -104,5 +129,6 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit):
             given_up(sessions.clear())
             assert not held
         assert len(sessions) == len(held)
-        pins = [each.tokens for each in held.values() if each.request_id in pinned]
-        assert sessions.pinned_tokens == sum(pins)
+        assert sessions.held.tokens == taken_by(*held.values())
+        pins = [each for each in held.values() if each.request_id in pinned]
+        assert sessions.pinned_tokens == taken_by(*pins)

@@ -52,7 +52,7 @@ class VllmEngine:
         self.eos_token_ids: list[int] = []
         self.live = live
         self._core, self._rows, self._sessions = core, rows, sessions
-        self._in_flight = RequestsInFlight(core)
+        self._in_flight = RequestsInFlight(core, sessions.held)
         self._numbers = itertools.count(1)
 
     # --- rows, draws and scores -------------------------------------------------------------------
@@ -144,14 +144,14 @@ class VllmEngine:
     def _park(self, over: Sequence[VllmRequest]) -> None:
         """Turn finished requests that vLLM keeps into live sessions."""
         for each in over:
-            if each.resumable and each.failure is None:
+            if each.is_kept:
                 self._release(self._sessions.park(each))
         self._make_room()
 
     def _make_room(self) -> None:
         """Release sessions until the rest and everything in flight fit in the key/value cache
         together."""
-        self._release(self._sessions.trim(self._in_flight.tokens))
+        self._release(self._sessions.trim())
 
     def _release(self, sessions: Sequence[VllmRequest]) -> None:
         ids = [session.request_id for session in sessions]
@@ -169,9 +169,10 @@ class VllmEngine:
                 "engine_opts"
             )
         if not self._sessions.is_pinned(query):
-            self._sessions.check_room_for_pin(query)
+            request = self._prepared(query)
+            self._sessions.check_room_for_pin(request)
             with self._all_or_nothing():
-                self._pin(query)
+                self._pin(request)
         return True
 
     @hookimpl
@@ -211,10 +212,9 @@ class VllmEngine:
             raise result
         return result
 
-    def _pin(self, query: Query) -> None:
-        """Keep ``query`` as a session that is never extended: its blocks stay in vLLM's prefix
+    def _pin(self, request: VllmRequest) -> None:
+        """Keep a context as a session that is never extended: its blocks stay in vLLM's prefix
         cache."""
-        request = self._prepared(query)
         request.resumable = True
         self._launch(request, pinned=True)
         self._make_room()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from genlm.core.errors import EngineError
 from genlm.core.types import Request
+from genlm.vllm.held import Held
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.request import Output, VllmRequest
 
@@ -15,10 +16,15 @@ PATIENCE = 1000
 
 
 class RequestsInFlight:
-    """All requests in flight on one engine core."""
+    """All requests in flight on one engine core.
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+    Args:
+        core: The engine core.
+        held: Where they are counted for as long as vLLM has them.
+    """
+
+    def __init__(self, core: EngineCore, held: Held) -> None:
+        self._core, self._held = core, held
         self._by_id: dict[str, VllmRequest] = {}
         self._idle_steps = 0
         self.tokens = 0  # the most that all take in the key/value cache
@@ -35,14 +41,17 @@ class RequestsInFlight:
         """Let vLLM go on with an idle session, whose context the request extends."""
         request.request_id, request.params = session.request_id, session.params
         self._enter(request)
+        self._held.remove(session)
         self._core.extend(request, request.prompt.context.since(session.prompt.length))
 
     def _enter(self, request: VllmRequest) -> None:
         self._by_id[request.request_id] = request
+        self._held.add(request)
         self.tokens += request.tokens
 
     def advance(self) -> list[VllmRequest]:
-        """One step of vLLM. Returns the requests that it finished."""
+        """One step of vLLM. Returns the requests that it finished; it keeps those that are
+        resumable."""
         over = []
         outputs = self._core.step()
         for output in outputs:
@@ -50,6 +59,8 @@ class RequestsInFlight:
             if request is not None and request.take(output):
                 over.append(request)
                 self._remove(request)
+                if not request.is_kept:
+                    self._held.remove(request)
         self._watch(outputs)
         return over
 
@@ -65,12 +76,14 @@ class RequestsInFlight:
         dropped = [each for each in self._by_id.values() if each.request in requests]
         for each in dropped:
             self._remove(each)
+            self._held.remove(each)
         return dropped
 
     def clear(self) -> list[str]:
         """Forget all; the request ids that vLLM must drop."""
         dropped = list(self._by_id)
         self._by_id.clear()
+        self._held.clear()
         self.tokens = self._idle_steps = 0
         return dropped
 

@@ -114,6 +114,9 @@ class EngineCore:
         )
         self.prefix_caching: bool = bool(_require(config, "cache_config.enable_prefix_caching"))
         self.block_size: int = _require(config, "cache_config.block_size")
+        # Each request has its own state of a layer without attention.
+        hybrid = _require(config, "model_config.is_hybrid")
+        self.shares_blocks: bool = self.prefix_caching and not hybrid
         self.device_type: str = _require(config, "device_config.device").type
         lora = _require(config, "lora_config")
         # On a CPU there is one more, which stays empty (loading.py).

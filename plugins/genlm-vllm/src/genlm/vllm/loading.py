@@ -132,6 +132,7 @@ def _engine(llm: Any, core: EngineCore, rows: Rows, chosen: Options) -> VllmEngi
     sessions = Sessions(
         limit=half if live is True or not live else min(live, core.max_num_seqs - 1),
         capacity=core.kv_capacity,
+        shared=core.block_size if core.shares_blocks else None,
         footprint=core.footprint,
         longest=core.max_model_len,
         reach=core.block_size if core.prefix_caching else core.max_model_len,

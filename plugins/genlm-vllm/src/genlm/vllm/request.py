@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
-from genlm.core.types import Query, Request, SampleRequest
+from genlm.core.types import Query, Request, SampleRequest, ScoreRequest
 
 
 @frozen
@@ -62,6 +62,16 @@ class VllmRequest:
     @property
     def wants_row(self) -> bool:
         return not isinstance(self.request, SampleRequest)
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether vLLM looks for its beginning in the prefix cache."""
+        return not (self.prompt.cold or isinstance(self.request, ScoreRequest))
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether vLLM keeps it, now that it is finished."""
+        return self.resumable and self.failure is None
 
     def take(self, output: Output) -> bool:
         """Note the result of a step. ``True`` when the request is finished."""

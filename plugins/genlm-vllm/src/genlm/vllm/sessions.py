@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Query
+from genlm.vllm.held import Held
 from genlm.vllm.request import VllmRequest
 
 
@@ -23,6 +24,7 @@ class Sessions:
     Args:
         limit: The most sessions, pinned ones included.
         capacity: Tokens that the key/value cache holds.
+        shared: Tokens in the blocks that contexts share; ``None`` where they share none.
         footprint: Tokens that a context of a given length takes in it.
         longest: The longest context, tokens: pinned sessions always leave room for one.
         reach: The most new tokens for which extending a session pays. With prefix caching a new
@@ -34,17 +36,20 @@ class Sessions:
         *,
         limit: int,
         capacity: int,
+        shared: int | None,
         footprint: Callable[[int], int],
         longest: int,
         reach: int,
     ) -> None:
         self._limit, self._capacity, self._footprint = limit, capacity, footprint
+        #: Everything that vLLM has: these, and the requests in flight.
+        self.held = Held(shared)
+        self._pins = Held(shared)
         self._longest, self._reach = longest, reach
         # By adapter and hash, which a context knows of its parent too.
         self._idle: OrderedDict[tuple[Adapter | None, int], VllmRequest] = OrderedDict()
         self._lengths: Counter[int] = Counter()  # of the idle ones
         self._pinned: dict[Query, VllmRequest] = {}
-        self._idle_tokens = 0
 
     def __len__(self) -> int:
         return len(self._idle) + len(self._pinned)
@@ -52,11 +57,11 @@ class Sessions:
     @property
     def pinned_tokens(self) -> int:
         """Tokens of the key/value cache that pinned sessions hold."""
-        return sum(session.tokens for session in self._pinned.values())
+        return self._pins.tokens
 
     def take(self, query: Query) -> VllmRequest | None:
-        """Take out the idle session with the longest context that ``query`` extends; ``None`` if
-        none is within reach."""
+        """Take out the idle session with the longest context that ``query`` extends, which vLLM
+        still has; ``None`` if none is within reach."""
         context, length = query.context, query.length
         for new in range(1, min(self._reach, length - 1) + 1):
             if length - new not in self._lengths:
@@ -73,24 +78,26 @@ class Sessions:
         it replaces."""
         key = _key(session)
         twin = self._idle.get(key)
-        released = [self._remove(twin)] if twin else []
+        released = [self._give_up(twin)] if twin else []
         self._idle[key] = session
         self._lengths[session.prompt.length] += 1
-        self._idle_tokens += session.tokens
         return released
 
-    def check_room_for_pin(self, query: Query) -> None:
+    def check_room_for_pin(self, request: VllmRequest) -> None:
         """Refuse a prefix that would leave too little room.
 
         Raises:
             EngineError: pinned contexts would leave no room for the longest context, or for other
                 requests.
         """
-        wanted = self.pinned_tokens + self._footprint(query.length)
+        self._pins.add(request)
+        wanted = self._pins.tokens
+        self._pins.remove(request)
         if wanted + self._footprint(self._longest) > self._capacity:
             raise EngineError(
-                f"pinning {query.length} more tokens would hold {wanted} of the {self._capacity} "
-                f"tokens that the key/value cache has, and {self._longest} must stay free; call "
+                f"pinning {request.prompt.length} more tokens would hold {wanted} of the "
+                f"{self._capacity} tokens that the key/value cache has, and {self._longest} must "
+                "stay free; call "
                 "clear_kv_cache(), or load with a larger kv_cache_memory_bytes or "
                 "gpu_memory_utilization, or with a smaller max_model_len"
             )
@@ -103,31 +110,37 @@ class Sessions:
     def pin(self, session: VllmRequest) -> None:
         """Keep ``session`` until :meth:`clear`, never to be extended itself."""
         self._pinned[session.prompt] = session
+        self._pins.add(session)
 
     def is_pinned(self, query: Query) -> bool:
         return query in self._pinned
 
-    def trim(self, tokens_in_flight: int) -> list[VllmRequest]:
+    def trim(self) -> list[VllmRequest]:
         """Take out the least recently used until the rest is within the limit and fits with the
         requests in flight."""
-        released, free = [], self._capacity - self.pinned_tokens - tokens_in_flight
-        while self._idle and (len(self) > self._limit or self._idle_tokens > free):
-            released.append(self._remove(next(iter(self._idle.values()))))
+        released = []
+        while self._idle and (len(self) > self._limit or self.held.tokens > self._capacity):
+            released.append(self._give_up(next(iter(self._idle.values()))))
         return released
 
     def drop(self, adapter: Adapter) -> list[VllmRequest]:
         """Take out everything computed with ``adapter``, pinned or not."""
-        pinned = [query for query in self._pinned if query.adapter == adapter]
+        queries = [query for query in self._pinned if query.adapter == adapter]
+        pinned = [self._pinned.pop(query) for query in queries]
+        for each in pinned:
+            self.held.remove(each)
+            self._pins.remove(each)
         idle = [each for each in self._idle.values() if each.prompt.adapter == adapter]
-        return [*map(self._pinned.pop, pinned), *map(self._remove, idle)]
+        return [*pinned, *map(self._give_up, idle)]
 
     def clear(self) -> list[VllmRequest]:
-        """Take out everything."""
+        """Take out everything; nothing is in flight."""
         released = [*self._pinned.values(), *self._idle.values()]
         self._pinned.clear()
         self._idle.clear()
         self._lengths.clear()
-        self._idle_tokens = 0
+        self.held.clear()
+        self._pins.clear()
         return released
 
     def _remove(self, session: VllmRequest) -> VllmRequest:
@@ -136,8 +149,11 @@ class Sessions:
         self._lengths[length] -= 1
         if not self._lengths[length]:
             del self._lengths[length]
-        self._idle_tokens -= session.tokens
         return session
+
+    def _give_up(self, session: VllmRequest) -> VllmRequest:
+        self.held.remove(session)
+        return self._remove(session)
 
 
 def _key(session: VllmRequest) -> tuple[Adapter | None, int]:
