@@ -73,6 +73,16 @@ def test_sessions_that_share_a_prompt_take_its_room_once(engine):
     assert engine.computes(*((*ids, 5) for ids in contexts)) == [8]
 
 
+def test_sessions_take_the_places_that_nobody_else_wants(engine):
+    contexts = [text(seed, 20) for seed in range(15)]
+    engine.ask(*map(Query, contexts))
+    assert engine.computes(*((*ids, 5) for ids in contexts)) == [15]
+    engine.ask(*(Query((*ids, 5)) for ids in contexts))
+    others = [Query(text(seed, 20)) for seed in range(50, 62)]
+    assert engine.step(*others).keys() <= set(others)
+    assert len(engine._sessions) == 8, "half of the places, beside requests that want the others"
+
+
 # --- pinned prefixes ------------------------------------------------------------------------------
 
 

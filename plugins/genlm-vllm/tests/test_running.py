@@ -64,7 +64,7 @@ def test_idle_sessions_that_vllm_preempts_are_right_when_they_are_extended(engin
         return usual(self, request, *given, **options)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
-    monkeypatch.setattr(Sessions, "trim", lambda self: [])
+    monkeypatch.setattr(Sessions, "trim", lambda self, in_flight: [])
     greedy = SamplingParams(max_tokens=190, temperature=0.0)
     draws = [SampleRequest(Query(text(50 + n, 60)), greedy) for n in range(3)]
     known = [text(n, 70) for n in range(5)]

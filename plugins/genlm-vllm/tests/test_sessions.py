@@ -26,9 +26,9 @@ def session(*ids: int, adapter: Adapter | None = None, request_id: str = "") -> 
     return VllmRequest(query, query, request_id, footprint(len(ids)))
 
 
-def made(limit: int, capacity: int = CAPACITY) -> Sessions:
+def made(limit: int, capacity: int = CAPACITY, places: int = 0) -> Sessions:
     sizes = {"capacity": capacity, "shared": BLOCK, "longest": 40, "reach": BLOCK}
-    return Sessions(limit=limit, footprint=footprint, **sizes)
+    return Sessions(limit=limit, places=places, footprint=footprint, **sizes)
 
 
 def taken_by(*requests: VllmRequest) -> int:
@@ -68,12 +68,12 @@ deeds = st.lists(
 )
 
 
-@given(deeds, st.integers(0, 5))
-def test_every_session_is_either_held_or_given_up_once(deeds, limit):
+@given(deeds, st.integers(0, 5), st.integers(0, 8))
+def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
     """Against a plain dict by request id: none is lost, none given up twice, a trim gives up the
     least recently used beyond the limits, and no more, and the longest one within reach is
     taken."""
-    sessions = made(limit)
+    sessions = made(limit, places=places)
     held, pinned = {}, set()
 
     def given_up(released):
@@ -116,11 +116,12 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit):
         elif deed == "trim":
             before = idle()
             sessions.held.add(new)  # in flight
-            gone = given_up(sessions.trim())
+            gone = given_up(sessions.trim(len(ids)))
+            most = max(limit, places - len(ids))
             assert gone == before[: len(gone)]
             rest = [*held.values(), new]
-            assert not idle() or (taken_by(*rest) <= CAPACITY and len(held) <= limit)
-            assert not gone or taken_by(*rest, gone[-1]) > CAPACITY or len(held) + 1 > limit
+            assert not idle() or (taken_by(*rest) <= CAPACITY and len(held) <= most)
+            assert not gone or taken_by(*rest, gone[-1]) > CAPACITY or len(held) + 1 > most
             sessions.held.remove(new)
         elif deed == "drop":
             with_adapter = {each.request_id for each in held.values() if each.prompt.adapter == A}

@@ -151,7 +151,7 @@ class VllmEngine:
     def _make_room(self) -> None:
         """Release sessions until the rest and everything in flight fit in the key/value cache
         together."""
-        self._release(self._sessions.trim())
+        self._release(self._sessions.trim(len(self._in_flight)))
 
     def _release(self, sessions: Sequence[VllmRequest]) -> None:
         ids = [session.request_id for session in sessions]

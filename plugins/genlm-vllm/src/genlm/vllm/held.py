@@ -51,6 +51,7 @@ class Held:
         of all tokens to there."""
         if self._size is None or not request.shares_blocks:
             return
-        context, length = request.prompt.context, request.prompt.length
-        for end in range(length - length % self._size, 0, -self._size):
-            yield request.prompt.adapter, end, context.first(end).hash_value
+        context = request.prompt.context
+        for end in range(len(context) - len(context) % self._size, 0, -self._size):
+            context = context.first(end)  # of the one before: it has the fewest to leave out
+            yield request.prompt.adapter, end, context.hash_value

@@ -127,10 +127,12 @@ def _is_of_the_model(error: Exception) -> bool:
 
 
 def _engine(llm: Any, core: EngineCore, rows: Rows, chosen: Options) -> VllmEngine:
-    half = core.max_num_seqs // 2  # the other half is for requests at work
-    live = chosen.live_sessions
+    half = core.max_num_seqs // 2  # the other half is for requests at work, while they need it
+    live, places = chosen.live_sessions, core.max_num_seqs - 1
+    has_limit = live is not True and bool(live)
     sessions = Sessions(
-        limit=half if live is True or not live else min(live, core.max_num_seqs - 1),
+        limit=min(live, places) if has_limit else half,
+        places=0 if has_limit else places,
         capacity=core.kv_capacity,
         shared=core.block_size if core.shares_blocks else None,
         footprint=core.footprint,

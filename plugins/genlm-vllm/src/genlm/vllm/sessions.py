@@ -22,7 +22,9 @@ class Sessions:
     """The idle sessions of one engine, least recently used first, and the pinned ones.
 
     Args:
-        limit: The most sessions, pinned ones included.
+        limit: The most sessions, pinned ones included, beside any number of requests in flight.
+        places: The most sessions and requests in flight, as long as these leave room for more
+            sessions than ``limit``.
         capacity: Tokens that the key/value cache holds.
         shared: Tokens in the blocks that contexts share; ``None`` where they share none.
         footprint: Tokens that a context of a given length takes in it.
@@ -35,13 +37,15 @@ class Sessions:
         self,
         *,
         limit: int,
+        places: int,
         capacity: int,
         shared: int | None,
         footprint: Callable[[int], int],
         longest: int,
         reach: int,
     ) -> None:
-        self._limit, self._capacity, self._footprint = limit, capacity, footprint
+        self._limit, self._places = limit, places
+        self._capacity, self._footprint = capacity, footprint
         #: Everything that vLLM has: these, and the requests in flight.
         self.held = Held(shared)
         self._pins = Held(shared)
@@ -115,11 +119,11 @@ class Sessions:
     def is_pinned(self, query: Query) -> bool:
         return query in self._pinned
 
-    def trim(self) -> list[VllmRequest]:
-        """Take out the least recently used until the rest is within the limit and fits with the
-        requests in flight."""
-        released = []
-        while self._idle and (len(self) > self._limit or self.held.tokens > self._capacity):
+    def trim(self, in_flight: int) -> list[VllmRequest]:
+        """Take out the least recently used until the rest is within the limits and fits with the
+        requests in flight, of which there are so many."""
+        released, most = [], max(self._limit, self._places - in_flight)
+        while self._idle and (len(self) > most or self.held.tokens > self._capacity):
             released.append(self._give_up(next(iter(self._idle.values()))))
         return released
 
