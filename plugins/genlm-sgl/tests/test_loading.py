@@ -62,6 +62,8 @@ NO_ROOM = r"no room for a prompt in a pool of \d+ tokens and a context length of
         ({"mem_fraction_statik": 0.5}, "'mem_fraction_statik'; did you mean 'mem_fraction_static'"),
         ({"model_path": "x"}, "the model's name comes first"),
         ({"dtype": "f32"}, "must be one of auto, float32, .*; got 'f32'"),
+        ({"json_model_override_args": "{a"}, r"'json_model_override_args'\] must be .*got '\{a'"),
+        ({"json_model_override_args": "[1]"}, r"must be a JSON object, .*got '\[1\]'"),
         ({**SMALL, "max_total_tokens": 4}, NO_ROOM),
         ({**SMALL, "context_length": 4}, NO_ROOM),
     ],
@@ -69,6 +71,12 @@ NO_ROOM = r"no room for a prompt in a pool of \d+ tokens and a context length of
 def test_a_server_argument_that_is_refused(tiny, engine_opts, said):
     with pytest.raises(InvalidOptionError, match=said):
         AsyncSGLTransformer.from_name(tiny, engine_opts)
+
+
+def test_what_sglang_says_of_an_option_names_the_options(tiny):
+    said = r"policy='first'; change engine_opts \(schedule_policy\), or load it with backend='hf'"
+    with pytest.raises(EngineError, match=said):
+        AsyncSGLTransformer.from_name(tiny, {"schedule_policy": "first"})
 
 
 def test_the_gpu_is_one_that_is_there(tiny, monkeypatch):

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from genlm.core.checks import describe_error
-from genlm.core.errors import EngineDeadError, EngineError, GenlmError
+from genlm.core.checks import describe_error, safe_repr
+from genlm.core.errors import EngineDeadError, EngineError, GenlmError, InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.core.options import refuse_unknown
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
@@ -46,7 +46,7 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
         require_weights(model, settings)
         require_one_head(model, settings, "SGLang")
     index = gpu_index(arguments["device"], options.get("gpu_id", 0))
-    with _explained(model, settings):
+    with _explained(model, settings, options):
         try:
             scheduler = Scheduler({**arguments, **_amendments(arguments, settings)}, index)
         except Exception:
@@ -55,7 +55,7 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
             raise
     engine = (SglLoraEngine if arguments.get("enable_lora") else SglEngine)(scheduler)
     try:
-        with _explained(model, settings):
+        with _explained(model, settings, options):
             if settings is not None:
                 _honour(engine, settings)
             engine.evaluate_alone(PROBE)
@@ -78,7 +78,19 @@ def _settings(arguments: Mapping[str, Any]) -> Any:
 
 
 def _overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(json.loads(arguments.get("json_model_override_args") or "{}"))
+    """What the user changes in the model's settings.
+
+    Raises:
+        InvalidOptionError: it is not the JSON of an object.
+    """
+    given = arguments.get("json_model_override_args") or "{}"
+    try:
+        return dict(json.loads(given))
+    except (TypeError, ValueError) as error:
+        raise InvalidOptionError(
+            "engine_opts['json_model_override_args'] must be a JSON object, such as "
+            f"'{{\"rope_theta\": 10000}}'; got {safe_repr(given)}"
+        ) from error
 
 
 def _amendments(arguments: Mapping[str, Any], settings: Any) -> dict[str, str]:
@@ -101,7 +113,7 @@ def _honour(engine: SglEngine, settings: Any) -> None:
 
 
 @contextmanager
-def _explained(model: str, settings: Any) -> Iterator[None]:
+def _explained(model: str, settings: Any, options: Mapping[str, Any]) -> Iterator[None]:
     """Say of whatever SGLang raises what it means."""
     try:
         yield
@@ -109,7 +121,9 @@ def _explained(model: str, settings: Any) -> Iterator[None]:
         if isinstance(error, GenlmError) and not isinstance(error, EngineDeadError):
             raise
         family = "" if settings is None else f" ({settings.model_type})"
+        given = ", ".join(options.get("engine_opts") or ())
+        change = f"change engine_opts ({given}), or " if given else ""
         raise EngineError(
-            f"SGLang cannot serve the model {model!r}{family} here: {describe_error(error)}; load "
-            "it with backend='hf'"
+            f"SGLang cannot serve the model {model!r}{family} here: {describe_error(error)}; "
+            f"{change}load it with backend='hf'"
         ) from error
