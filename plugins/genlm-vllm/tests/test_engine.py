@@ -13,7 +13,7 @@ from attrs import evolve
 from vllm.v1.engine.exceptions import EngineDeadError as DeadEngine
 
 from genlm.conformance.declaration import failing_forward
-from genlm.core.errors import EngineDeadError, EngineError, UnsupportedError
+from genlm.core.errors import EngineDeadError, EngineError, InvalidOptionError, UnsupportedError
 from genlm.core.types import Query, SamplingParams, ScoreRequest
 from genlm.vllm import in_flight
 from genlm.vllm.internals import logits_processor_interfaces
@@ -64,6 +64,14 @@ def test_a_full_cache_and_more_requests_than_places(engine):
     """Forty contexts of about 100 tokens where the cache holds 864 tokens and a batch 16
     requests."""
     engine.computes(*(text(seed, 90 + seed % 20) for seed in range(40)))
+
+
+def test_the_shortest_contexts_that_vllm_can_have(load_briefly):
+    engine = load_briefly(max_model_len=2)
+    assert engine.max_context == 1
+    engine.computes((5,))
+    with pytest.raises(InvalidOptionError, match=r"max_model_len=1 leaves no room.*at least 2"):
+        load_briefly(max_model_len=1)
 
 
 def test_sessions_that_share_a_prompt_take_its_room_once(engine):

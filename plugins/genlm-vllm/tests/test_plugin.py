@@ -74,6 +74,8 @@ def test_what_is_loaded_already_cannot_be_wrapped():
             "part of the batch",
         ),
         ({"engine_opts": {"tensor_parallel_size": 2, "worker_extension_cls": "a.B"}}, "RowAccess"),
+        ({"engine_opts": {"tensor_parallel_size": "two"}}, "'tensor_parallel_size'.*got 'two'"),
+        ({"engine_opts": {"enable_lora": True, "max_loras": "two"}}, "'max_loras'.*got 'two'"),
     ],
 )
 def test_options_that_are_refused(options, said, tmp_path):

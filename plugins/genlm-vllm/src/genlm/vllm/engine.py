@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from genlm.core.checks import describe_error
-from genlm.core.errors import EngineDeadError, EngineError, UnsupportedError
+from genlm.core.errors import EngineDeadError, EngineError, InvalidOptionError, UnsupportedError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.logs import get_logger
 from genlm.core.types import Answer, Query, Request, SampleRequest, ScoreRequest
@@ -182,7 +182,12 @@ class VllmEngine:
     def prove(self) -> None:
         """Compute a row; and let sessions stay running requests of vLLM, if a row of an extended
         one is the cold one."""
-        ids = tuple(token_id % self.vocab_size for token_id in range(1, 7))
+        if not self.max_context:
+            raise InvalidOptionError(
+                f"max_model_len={self._core.max_model_len} leaves no room for a context beside the "
+                "token that vLLM draws; give at least 2"
+            )
+        ids = tuple(token_id % self.vocab_size for token_id in range(1, 7))[: self.max_context]
         cold = self.evaluate_alone(Query(ids, cold=True))
         if self.live:
             self._core.run_sessions()

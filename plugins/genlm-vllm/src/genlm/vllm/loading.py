@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from traceback import extract_tb
 from typing import Any
 
-from genlm.core.checks import describe_error
+from genlm.core.checks import describe_error, integer
 from genlm.core.errors import EngineError, GenlmError, InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.kit.memory import is_out_of_memory
@@ -187,8 +187,8 @@ def _spare_slot(engine_opts: Mapping[str, Any]) -> dict[str, int]:
     free, and (to 0.32) applies the last to rows without an adapter."""
     if not (engine_opts.get("enable_lora") and on_a_cpu()):
         return {}
-    slots = int(engine_opts.get("max_loras") or 1)
-    adapters = int(engine_opts.get("max_cpu_loras") or slots)
+    slots = _number(engine_opts, "max_loras")
+    adapters = _number(engine_opts, "max_cpu_loras", slots)
     if adapters < slots:
         return {}  # which vLLM refuses
     return {"max_loras": adapters + 1, "max_cpu_loras": adapters + 1}
@@ -214,7 +214,11 @@ def _row_hooks(engine_opts: Mapping[str, Any], store: RowStore | None) -> dict[s
 
 def _has_one_worker(engine_opts: Mapping[str, Any]) -> bool:
     """Whether the only worker is an object in the engine core's process."""
-    workers = int(engine_opts.get("tensor_parallel_size", 1)) * int(
-        engine_opts.get("pipeline_parallel_size", 1)
-    )
-    return workers == 1 and engine_opts.get("distributed_executor_backend") in (None, "uni")
+    parts = ("tensor_parallel_size", "pipeline_parallel_size")
+    one = all(_number(engine_opts, name) == 1 for name in parts)
+    return one and engine_opts.get("distributed_executor_backend") in (None, "uni")
+
+
+def _number(engine_opts: Mapping[str, Any], name: str, usual: int = 1) -> int:
+    """Raises: InvalidOptionError: it is no number of at least 1."""
+    return integer(f"engine_opts[{name!r}]", engine_opts.get(name) or usual, least=1)
