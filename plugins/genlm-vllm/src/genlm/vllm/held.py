@@ -42,6 +42,14 @@ class Held:
                 break
             del self._users[last]
 
+    def extend(self, request: VllmRequest, longer: VllmRequest) -> None:
+        """A request goes on as a longer one."""
+        if self._full_blocks(request) == self._full_blocks(longer):  # as in most steps
+            self.tokens += longer.tokens - request.tokens
+        else:
+            self.add(longer)
+            self.remove(request)
+
     def clear(self) -> None:
         self.tokens = 0
         self._users.clear()
@@ -49,9 +57,12 @@ class Held:
     def _blocks(self, request: VllmRequest) -> Iterator[tuple[Hashable, int, int]]:
         """The full blocks of a request, the last first: the adapter, where one ends, and the hash
         of all tokens to there."""
-        if self._size is None or not request.shares_blocks:
-            return
-        context = request.prompt.context
-        for end in range(len(context) - len(context) % self._size, 0, -self._size):
+        context, size = request.prompt.context, self._size or 1
+        for end in range(self._full_blocks(request) * size, 0, -size):
             context = context.first(end)  # of the one before: it has the fewest to leave out
             yield request.prompt.adapter, end, context.hash_value
+
+    def _full_blocks(self, request: VllmRequest) -> int:
+        if self._size is None or not request.shares_blocks:
+            return 0
+        return request.prompt.length // self._size

@@ -35,18 +35,18 @@ class RequestsInFlight:
     def launch(self, request: VllmRequest, cache_salt: str | None, *, pinned: bool) -> None:
         """Hand a request to vLLM; see :meth:`EngineCore.add`."""
         self._enter(request)
+        self._held.add(request)
         self._core.add(request, cache_salt, pinned=pinned)
 
     def extend(self, request: VllmRequest, session: VllmRequest) -> None:
         """Let vLLM go on with an idle session, whose context the request extends."""
         request.request_id, request.params = session.request_id, session.params
         self._enter(request)
-        self._held.remove(session)
+        self._held.extend(session, request)
         self._core.extend(request, request.prompt.context.since(session.prompt.length))
 
     def _enter(self, request: VllmRequest) -> None:
         self._by_id[request.request_id] = request
-        self._held.add(request)
         self.tokens += request.tokens
 
     def advance(self) -> list[VllmRequest]:
