@@ -71,6 +71,13 @@ def test_what_leaves_a_known_context_is_computed_once_more(model: Any) -> None:
     assert model.forwards == [50, 1]
 
 
+def test_a_context_of_which_continuations_are_scored_one_by_one(model: Any) -> None:
+    (prompt,) = draw(1, 80)
+    for token in range(3):
+        model.check_scores((prompt, (token, 2, 3)))
+    assert model.forwards == [79, *further(model, 1, 3) * 3]
+
+
 def test_a_beginning_of_beginnings(model: Any) -> None:
     first, *questions = draw(4, 40)
     model.check(*[(*first, *one, *end) for one in questions for end in draw(3, 2)])

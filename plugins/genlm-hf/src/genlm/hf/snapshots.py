@@ -152,8 +152,10 @@ class Snapshots:
         return 0 if found is None else length_of(found)
 
     def _near(self, sequence: TokenSequence) -> int:
-        """How many tokens it has in common with a known context that it leaves, and may start
-        from."""
+        """How many tokens it has in common with a known context that it leaves, and may start from;
+        all that it may of a score, whose context may have other continuations."""
+        if sequence.keep > 1:
+            return sequence.latest_start
         shared = tokens_in(self._places.nearest(sequence.key)[1])
         return min(shared, sequence.latest_start) if shared < sequence.length else 0
 
