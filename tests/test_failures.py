@@ -149,6 +149,19 @@ def test_an_error_keeps_nothing_of_what_was_being_computed(mock, continuous):
     assert ", in evaluate" in "".join(traceback.format_exception(kept[3]))
 
 
+def test_the_author_of_a_hook_can_look_into_its_calls(mock):
+    class Wrong:
+        @hookimpl
+        def genlm_process_logprobs(self, rows):
+            found = 7
+            raise ValueError(f"{found} is wrong")
+
+    with mock(wrappers=[Wrong()]) as lm, pytest.raises(PluginError, match="7 is wrong") as raised:
+        lm.next_token_logprobs_sync([1])
+    *_, (frame, _) = traceback.walk_tb(raised.value.__cause__.__traceback__)
+    assert frame.f_locals["found"] == 7
+
+
 def test_a_dead_engine_is_not_kept_by_its_error():
     engines: list[weakref.ref[object]] = []
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from attrs import Factory, define
 
 from genlm.core.copies import copies_of
-from genlm.core.errors import EngineDeadError
+from genlm.core.errors import EngineDeadError, PluginError
 from genlm.core.runtime.timeline import Timeline
 
 T = TypeVar("T")
@@ -102,9 +102,10 @@ MAY_GO_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENER
 def let_go(error: BaseException) -> None:
     """Have an error, and those that it comes from, keep nothing of the calls that they have ended
     but their lines. An engine's calls hold what it was computing, and errors are kept: by who
-    gathers them, and in circles, which the garbage collector finds late."""
+    gathers them, and in circles, which the garbage collector finds late. Those of hooks stay as
+    they are: whoever writes one wants to look into its calls."""
     met: dict[int, BaseException] = {}
-    left: list[BaseException | None] = [error]
+    left: list[BaseException | None] = [] if isinstance(error, PluginError) else [error]
     while left:
         one = left.pop()
         if one is None or id(one) in met:
