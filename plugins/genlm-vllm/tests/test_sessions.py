@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from genlm.core.context import Context
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Query
+from genlm.vllm.held import Held
 from genlm.vllm.request import VllmRequest
 from genlm.vllm.sessions import Sessions
 
@@ -31,12 +34,29 @@ def made(limit: int, capacity: int = CAPACITY, places: int = 0) -> Sessions:
     return Sessions(limit=limit, places=places, footprint=footprint, **sizes)
 
 
-def taken_by(*requests: VllmRequest) -> int:
-    """The tokens that they take together: each full block with all before it once."""
-    ends = [(each, range(BLOCK, each.prompt.length + 1, BLOCK)) for each in requests]
-    blocks = {(one.prompt.adapter, one.prompt.token_ids[:end]) for one, own in ends for end in own}
-    own = sum(one.tokens - BLOCK * len(full) for one, full in ends)
-    return BLOCK * len(blocks) + own
+class Blocks:
+    """vLLM's full blocks, each with its contents and those before it."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, list[object]] = {}
+        self._known: dict[object, object] = {}  # by contents, while some request has it
+
+    def begin(self, new: VllmRequest, others: Iterable[VllmRequest]) -> None:
+        there = {block for each in others for block in self._of[each.request_id]}
+        self._known = {key: block for key, block in self._known.items() if block in there}
+        ids, mine = new.prompt.token_ids, []
+        for end in range(BLOCK, len(ids) + 1, BLOCK):
+            contents = new.prompt.adapter, ids[:end]
+            shared = self._known.get(contents) if end < len(ids) else None
+            mine.append(shared or object())
+            self._known.setdefault(contents, mine[-1])
+        self._of[new.request_id] = mine
+
+    def taken_by(self, requests: Iterable[VllmRequest]) -> int:
+        """The tokens that they take together."""
+        own = [(each, self._of[each.request_id]) for each in requests]
+        blocks = {block for _, full in own for block in full}
+        return BLOCK * len(blocks) + sum(one.tokens - BLOCK * len(full) for one, full in own)
 
 
 def test_pinning_leaves_places_for_other_requests():
@@ -49,7 +69,7 @@ def test_pinning_leaves_places_for_other_requests():
 def test_pins_count_what_they_share_once():
     sessions = made(limit=10, capacity=44 + 24)
     for last in range(4):
-        pin = session(*range(8), last)
+        pin = session(*range(8), last, request_id=str(last))
         sessions.check_room_for_pin(pin)
         sessions.pin(pin)
     with pytest.raises(EngineError, match=r"9 more tokens would hold 28 of the 68 tokens"):
@@ -75,6 +95,11 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
     taken."""
     sessions = made(limit, places=places)
     held, pinned = {}, set()
+    blocks, pins = Blocks(), Blocks()
+
+    def begin(new):
+        sessions.held.add(new)
+        blocks.begin(new, held.values())
 
     def given_up(released):
         ids = [one.request_id for one in released]
@@ -95,12 +120,13 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
     for number, (deed, ids, adapter) in enumerate(deeds):
         new = session(*ids, adapter=adapter, request_id=f"r{number}")
         if deed == "park":
-            sessions.held.add(new)
+            begin(new)
             given_up(sessions.park(new))
             held[new.request_id] = new
         elif deed == "pin" and not sessions.is_pinned(new.prompt):
-            sessions.held.add(new)
+            begin(new)
             sessions.pin(new)
+            pins.begin(new, [held[each] for each in pinned])
             held[new.request_id] = new
             pinned.add(new.request_id)
         elif deed == "take":
@@ -115,13 +141,14 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
                 given_up([taken])
         elif deed == "trim":
             before = idle()
-            sessions.held.add(new)  # in flight
+            begin(new)  # in flight
             gone = given_up(sessions.trim(len(ids)))
             most = max(limit, places - len(ids))
             assert gone == before[: len(gone)]
             rest = [*held.values(), new]
-            assert not idle() or (taken_by(*rest) <= CAPACITY and len(held) <= most)
-            assert not gone or taken_by(*rest, gone[-1]) > CAPACITY or len(held) + 1 > most
+            assert not idle() or (blocks.taken_by(rest) <= CAPACITY and len(held) <= most)
+            full = len(held) + 1 > most
+            assert not gone or blocks.taken_by([*rest, gone[-1]]) > CAPACITY or full
             sessions.held.remove(new)
         elif deed == "drop":
             with_adapter = {each.request_id for each in held.values() if each.prompt.adapter == A}
@@ -130,6 +157,27 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
             given_up(sessions.clear())
             assert not held
         assert len(sessions) == len(held)
-        assert sessions.held.tokens == taken_by(*held.values())
-        pins = [each for each in held.values() if each.request_id in pinned]
-        assert sessions.pinned_tokens == taken_by(*pins)
+        assert sessions.held.tokens == blocks.taken_by(held.values())
+        pinned &= held.keys()
+        assert sessions.pinned_tokens == pins.taken_by(map(held.get, pinned))
+
+
+def test_what_a_request_fills_itself_is_its_own():
+    """vLLM looks for what others have when a request begins, and computes its last token."""
+    held = Held(BLOCK)
+    first, same = session(*range(8), request_id="a"), session(*range(8), request_id="b")
+    held.add(first)
+    held.add(same)
+    assert held.tokens == 12 + 12 - 4  # not the second block, which the last token fills
+    short, long = session(*range(7), request_id="c"), session(*range(9), request_id="c")
+    held.add(short)
+    held.extend(short, long)
+    assert held.tokens == 20 + 12 - 4
+    later = session(*range(9), 7, request_id="d")
+    held.add(later)
+    assert held.tokens == 28 + 12 - 8
+    for each in (first, long, same):
+        held.remove(each)
+    assert held.tokens == later.tokens
+    held.remove(later)
+    assert held.tokens == 0

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterator
+
+from attrs import define
 
 from genlm.vllm.request import VllmRequest
 
 
+@define(eq=False)
+class Block:
+    """A full block.
+
+    Attributes:
+        key: Its contents, and those of the blocks before it.
+        end: How many tokens these are.
+        parent: The block before it.
+        users: How many requests have it as their last full block, and blocks as their parent.
+    """
+
+    key: Hashable
+    end: int
+    parent: Block | None
+    users: int = 0
+
+
 class Held:
-    """Counts the tokens of requests that vLLM has: those of full blocks that several begin with
-    once.
+    """Counts the tokens of requests that vLLM has: those of full blocks that several share once.
+
+    A request shares the blocks that are there when vLLM begins it, but for one that its last token
+    fills: that token is computed. Blocks that it fills later are its own, whatever others have.
 
     Args:
         block_size: Tokens in a block; ``None`` where requests share no blocks.
@@ -22,47 +42,63 @@ class Held:
     def __init__(self, block_size: int | None) -> None:
         self._size = block_size
         self.tokens = 0
-        # By full blocks and all before them: how many requests end there, or blocks come after.
-        self._users: Counter[Hashable] = Counter()
+        self._known: dict[Hashable, Block] = {}
+        self._last: dict[str, Block | None] = {}  # of each request
 
     def add(self, request: VllmRequest) -> None:
-        self.tokens += request.tokens
-        for last in self._blocks(request):
-            self._users[last] += 1
-            if self._users[last] > 1:
-                self.tokens -= last[1]  # with those before it
-                break
-
-    def remove(self, request: VllmRequest) -> None:
-        self.tokens -= request.tokens
-        for last in self._blocks(request):
-            self._users[last] -= 1
-            if self._users[last]:
-                self.tokens += last[1]
-                break
-            del self._users[last]
+        """A request begins."""
+        there = (self._known.get(key) for key, _ in self._blocks(request, 0, all_full=False))
+        shared = next((block for block in there if block is not None), None)
+        self.tokens += request.tokens - (shared.end if shared else 0)
+        self._fill(request, shared)
 
     def extend(self, request: VllmRequest, longer: VllmRequest) -> None:
-        """A request goes on as a longer one."""
-        if self._full_blocks(request) == self._full_blocks(longer):  # as in most steps
-            self.tokens += longer.tokens - request.tokens
-        else:
-            self.add(longer)
-            self.remove(request)
+        """A request goes on as a longer one, under the same id."""
+        last = self._last[request.request_id]
+        self.tokens += longer.tokens - request.tokens
+        self._fill(longer, last)
+        if last is not None:
+            last.users -= 1
+
+    def remove(self, request: VllmRequest) -> None:
+        """vLLM frees what no other request has."""
+        block = self._last.pop(request.request_id)
+        if block is not None:
+            block.users -= 1
+        while block is not None and not block.users:
+            if self._known.get(block.key) is block:
+                del self._known[block.key]
+            block = block.parent
+            if block is not None:
+                block.users -= 1
+        self.tokens -= request.tokens - (block.end if block else 0)
 
     def clear(self) -> None:
         self.tokens = 0
-        self._users.clear()
+        self._known.clear()
+        self._last.clear()
 
-    def _blocks(self, request: VllmRequest) -> Iterator[tuple[Hashable, int, int]]:
-        """The full blocks of a request, the last first: the adapter, where one ends, and the hash
-        of all tokens to there."""
-        context, size = request.prompt.context, self._size or 1
-        for end in range(self._full_blocks(request) * size, 0, -size):
-            context = context.first(end)  # of the one before: it has the fewest to leave out
-            yield request.prompt.adapter, end, context.hash_value
+    def _fill(self, request: VllmRequest, last: Block | None) -> None:
+        """Give a request the full blocks after the last one that it has."""
+        filled = [*self._blocks(request, last.end if last else 0, all_full=True)]
+        for key, end in reversed(filled):
+            if last is not None:
+                last.users += 1
+            last = Block(key, end, last)
+            self._known.setdefault(key, last)
+        if last is not None:
+            last.users += 1
+        self._last[request.request_id] = last
 
-    def _full_blocks(self, request: VllmRequest) -> int:
+    def _blocks(
+        self, request: VllmRequest, start: int, all_full: bool
+    ) -> Iterator[tuple[Hashable, int]]:
+        """The keys and ends of a request's full blocks from a place on, the last first; without
+        ``all_full`` only those before its last token."""
         if self._size is None or not request.shares_blocks:
-            return 0
-        return request.prompt.length // self._size
+            return
+        context = request.prompt.context
+        length = len(context) - (not all_full)
+        for end in range(length - length % self._size, start, -self._size):
+            context = context.first(end)  # of the one before: it has the fewest to leave out
+            yield (request.prompt.adapter, end, context.hash_value), end
