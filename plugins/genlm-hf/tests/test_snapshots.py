@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from genlm.core import Adapter, Query
 from genlm.hf.costs import COSTS, Costs
 from genlm.hf.reuse import Reuse
+from genlm.kit.kv.sequence import TokenSequence
 from tests.engines import add_lora, rows_of
 
-from .models import draw, proven, sweep
+from .families import small_family
+from .models import beside, draw, proven, sweep
 from .shapes import LFM2, MAMBA, MAMBA_BYTES
 
 
@@ -107,6 +110,27 @@ def test_a_beginning_that_is_not_kept(model: Any) -> None:
         model.check(prompt, *[(*prompt, token) for token in range(8)])
 
 
+def test_what_others_begin_with_is_not_computed_again_where_it_waits_itself() -> None:
+    model = proven(LFM2)
+    first, known, asked = draw(3, 50)
+    model.ask((*first, *known))
+    model.forwards.clear()
+    model.check((*first, *asked), (*first, *asked, 1, 2, 3))
+    assert model.forwards == [50, 50, 3]
+
+
+def test_chunks_do_not_drive_out_what_others_go_on_from() -> None:
+    model = proven(LFM2, max_batch_tokens=100, kv_cache_bytes=1 << 18)
+    (long,) = draw(1, 800, seed=1)
+    others = draw(8, 20)
+    for other in others:
+        model.ask(other)
+    model.ask(long)
+    model.forwards.clear()
+    model.check(*[(*other, 1) for other in others])
+    assert model.forwards == [8]
+
+
 def test_a_fork_leaves_its_parent_as_it_was(model: Any) -> None:
     parent, other = draw(2, 20)
     model.ask(parent, other)
@@ -120,6 +144,16 @@ def test_a_fork_leaves_its_parent_as_it_was(model: Any) -> None:
 def test_windows_between_convolutions() -> None:
     found = sweep("inkling_text")  # each window's cache holds its length, which has no rows
     assert (found.outcome, found.reuse, found.why) == ("right", "snapshots", "")
+
+
+def test_a_window_holds_no_more_than_it_shows() -> None:
+    model = small_family("inkling_text", 20)
+    pair = beside(model, copy.deepcopy(model), kv_cache_bytes=160_000)  # 50,944 each
+    prompts = [tuple(token % 50 for token in prompt) for prompt in draw(3, 300)]
+    for prompt in prompts:
+        pair.check(prompt)
+    extended = [TokenSequence((*prompt, 1)) for prompt in prompts]
+    assert pair.engine._evaluator.known(extended) == [300, 300, 300]
 
 
 def test_rows_of_different_forwards_go_together(model: Any) -> None:

@@ -51,7 +51,7 @@ def key_of(version: int, token_ids: Sequence[int]) -> bytes:
         >>> shared_length(key_of(3, [5, 6]), key_of(4, [5, 6]))
         0
     """
-    return bytes_of((version, *token_ids))
+    return bytes_of((version,)) + bytes_of(token_ids)
 
 
 def bytes_of(token_ids: Sequence[int]) -> bytes:

@@ -182,6 +182,8 @@ class HFEngine:
         if unproven is not None:
             self._rows([self._evaluator.compared_part(sequences[unproven])])
         rows = self._rows([*ahead, *sequences])[len(ahead) :]
+        for one in ahead:
+            self._strategy.leave_unfinished(one)
         if unproven is not None and not self._proven(sequences[unproven], rows[unproven]):
             rows = self._rows(sequences)
         return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import groupby, pairwise
@@ -40,12 +40,14 @@ class Snapshot:
         keys: For each row of the cache the context, see
             :class:`~genlm.kit.kv.sequence.TokenSequence`.
         pinned: Whether it stays until the state is cleared.
+        unfinished: Whether it is of a chunk that nobody has gone on from yet.
         size: Bytes of memory that its tensors hold.
     """
 
     cache: Any
     keys: Sequence[bytes]
     pinned: bool = False
+    unfinished: bool = False
     size: int = field(init=False)
 
     @size.default
@@ -90,8 +92,9 @@ class Snapshots:
         self.at_once = at_once
         self._budget = budget
         self._forward = forward
-        self._used: dict[Snapshot, None] = {}  # the least recently used first
+        self._used: OrderedDict[Snapshot, None] = OrderedDict()  # the least recently used first
         self._places: PrefixIndex[bytes, Place] = PrefixIndex()
+        self._state = object()  # another one whenever the places change
 
     def fits(self, length: int) -> bool:
         """Whether any context may be kept: how large a state is does not show before it is
@@ -132,13 +135,15 @@ class Snapshots:
             groups[self._cheapest(start, length, len(some))[1], length, keep] += some
         # Looked up now: what is kept of a group may drive out what the next one starts from.
         places = {
-            at: self._places[prefix_of(sequences[at].key, start)]
+            at: self._places[self._found(sequences[at])]
             for (start, *_), some in groups.items()
             for at in some
             if start
         }
-        for snapshot, _ in places.values():
-            self._used[snapshot] = self._used.pop(snapshot)
+        for snapshot in {snapshot: None for snapshot, _ in places.values()}:
+            # A chunk is gone on from once: then it goes before what others may go on from.
+            self._used.move_to_end(snapshot, last=not snapshot.unfinished)
+            snapshot.unfinished = False
         for (start, length, _), group in groups.items():
             count = max(max_tokens // (length - start), 1)
             for first in range(0, len(group), count):
@@ -147,9 +152,16 @@ class Snapshots:
 
     def _start(self, sequence: TokenSequence) -> int:
         """The length of the longest snapshot that it may start from; 0 if there is none."""
-        key = prefix_of(sequence.key, sequence.latest_start)
-        found = self._places.longest_prefix(key)
+        found = self._found(sequence)
         return 0 if found is None else length_of(found)
+
+    def _found(self, sequence: TokenSequence) -> Any:
+        """The key of that snapshot; looked up once, since keys are long."""
+        state, found, _ = sequence.looked_up
+        if state is not self._state:
+            found = self._places.longest_prefix(prefix_of(sequence.key, sequence.latest_start))
+            sequence.looked_up = self._state, found, 0
+        return found
 
     def _near(self, sequence: TokenSequence) -> int:
         """How many tokens it has in common with a known context that it leaves, and may start from;
@@ -195,6 +207,7 @@ class Snapshots:
     def keep(self, keys: Sequence[bytes], cache: Any) -> None:
         """Keep what a forward left of contexts, unless it is larger than what the pinned ones leave
         of the budget."""
+        _let_go(cache)
         snapshot = Snapshot(cache, keys)
         if snapshot.size + sum(kept.size for kept in self._used if kept.pinned) > self._budget:
             return
@@ -204,10 +217,15 @@ class Snapshots:
                 break
             spare += victim.size
             self._drop(victim)
-        self._used[snapshot] = None
+        self._used[snapshot], self._state = None, object()
         for row, key in enumerate(keys):
             if key not in self._places or not self._places[key][0].pinned:
                 self._places.add(key, (snapshot, row))
+
+    def leave_unfinished(self, chunk: TokenSequence) -> None:
+        """Say that a context was computed only for one that goes on from it."""
+        if place := self._places.get(chunk.key):
+            place[0].unfinished = True
 
     def pin(self, sequence: TokenSequence) -> bool:
         """Keep the snapshot of a sequence until :meth:`clear`; ``False`` if it has none of its
@@ -222,6 +240,7 @@ class Snapshots:
         """Drop everything."""
         self._used.clear()
         self._places.clear()
+        self._state = object()
 
     def drop_unpinned(self) -> None:
         """Drop all but the pinned ones."""
@@ -237,6 +256,7 @@ class Snapshots:
 
     def _drop(self, snapshot: Snapshot) -> None:
         del self._used[snapshot]
+        self._state = object()
         for key in snapshot.keys:
             if key in self._places and self._places[key][0] is snapshot:
                 self._places.remove(key)
@@ -304,6 +324,14 @@ def _selected(cache: Any, rows: Places) -> Iterator[torch.Tensor]:
             yield part.clone(memory_format=torch.contiguous_format)
         else:
             yield tensor.index_select(0, at)
+
+
+@torch.inference_mode()
+def _let_go(cache: Any) -> None:
+    """Hold no memory beyond what a cache shows: a window is a view of all that was computed."""
+    for tensor in _tensors(cache):
+        if tensor.untyped_storage().nbytes() >= 2 * tensor.nbytes:
+            tensor.data = tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:

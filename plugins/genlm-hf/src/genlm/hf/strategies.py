@@ -149,6 +149,9 @@ class Strategy:
     def clear(self) -> None:
         """Drop all state."""
 
+    def leave_unfinished(self, chunk: TokenSequence) -> None:
+        """Say that a context was computed only for one that goes on from it."""
+
     def drop_unpinned(self) -> None:
         """Drop all state but that of pinned contexts."""
 
@@ -325,12 +328,14 @@ class InSnapshots(Strategy):
             waiting: set[int] = set()
             for one in self.snapshots.beginnings(sequences, left):
                 if one.sequence.key not in tried and waiting.isdisjoint(one.waiting):
-                    tried.add(one.sequence.key)  # it may not be kept
                     waiting.update(one.waiting)
                     first += [] if one.asked else [one.sequence]
+            computed = [at for at in left if at not in waiting]
+            if waiting:  # these may not be kept
+                tried.update(one.key for one in (*first, *(sequences[at] for at in computed)))
             for _ in self._computed(first, range(len(first))):
                 pass
-            yield from self._computed(sequences, [at for at in left if at not in waiting])
+            yield from self._computed(sequences, computed)
             left = [at for at in left if at in waiting]
 
     def _computed(
@@ -345,6 +350,9 @@ class InSnapshots(Strategy):
 
     def pin(self, sequence: TokenSequence) -> bool:
         return self.snapshots.pin(sequence)
+
+    def leave_unfinished(self, chunk: TokenSequence) -> None:
+        self.snapshots.leave_unfinished(chunk)
 
     def clear(self) -> None:
         self.snapshots.clear()
