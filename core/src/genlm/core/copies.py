@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -17,3 +17,8 @@ def copies_of(rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
     # PyTorch has no copy of many. No number is below -inf, and nan stays nan.
     return torch._foreach_clamp_min([*rows], -math.inf) if rows else ()
+
+
+def is_part(answer: Any) -> bool:
+    """Whether an answer is a tensor that keeps more memory alive than its own."""
+    return hasattr(answer, "untyped_storage") and answer.untyped_storage().nbytes() > answer.nbytes

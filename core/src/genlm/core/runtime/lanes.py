@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from attrs import Factory, define
 
-from genlm.core.copies import copies_of
+from genlm.core.copies import copies_of, is_part
 from genlm.core.errors import EngineDeadError, PluginError
 from genlm.core.runtime.timeline import Timeline
 
@@ -157,11 +157,6 @@ def keep_own(given: Callers) -> None:
         own = copies_of([call.answers[at] for call, at in parts])
         for (call, at), row in zip(parts, own, strict=True):
             call.answers[at] = row
-
-
-def is_part(answer: Any) -> bool:
-    """Whether a tensor keeps more memory than its own."""
-    return hasattr(answer, "untyped_storage") and answer.untyped_storage().nbytes() > answer.nbytes
 
 
 #: Requests, in the order asked, each with its callers.
