@@ -156,7 +156,7 @@ class Snapshots:
         return 0 if found is None else length_of(found)
 
     def _found(self, sequence: TokenSequence) -> Any:
-        """The key of that snapshot; looked up once, since keys are long."""
+        """The key of that snapshot, or ``None``; looked up once, since keys are long."""
         state, found, _ = sequence.looked_up
         if state is not self._state:
             found = self._places.longest_prefix(prefix_of(sequence.key, sequence.latest_start))
@@ -207,7 +207,7 @@ class Snapshots:
     def keep(self, keys: Sequence[bytes], cache: Any) -> None:
         """Keep what a forward left of contexts, unless it is larger than what the pinned ones leave
         of the budget."""
-        _let_go(cache)
+        _compact(cache)
         snapshot = Snapshot(cache, keys)
         if snapshot.size + sum(kept.size for kept in self._used if kept.pinned) > self._budget:
             return
@@ -327,7 +327,7 @@ def _selected(cache: Any, rows: Places) -> Iterator[torch.Tensor]:
 
 
 @torch.inference_mode()
-def _let_go(cache: Any) -> None:
+def _compact(cache: Any) -> None:
     """Hold no memory beyond what a cache shows: a window is a view of all that was computed."""
     for tensor in _tensors(cache):
         if tensor.untyped_storage().nbytes() >= 2 * tensor.nbytes:
