@@ -478,6 +478,23 @@ def test_what_is_not_pinned_can_be_dropped() -> None:
     assert kept.tree.positions == 30
 
 
+def test_a_pinned_context_that_is_computed_whole_takes_no_more_afterwards() -> None:
+    """It was pinned a second time, as a trunk that takes all its positions, and contexts that fit
+    before fitted no more."""
+    kept = Kept(budget=70, worth=WORTHS[4])
+    prompt = [1] * 29
+    for pinned in (prompt, [*prompt, 2, 3, 4]):  # the second one is a row of three
+        ask(kept, pinned)
+        assert kept.pin(Wanted(pinned))
+    (batch,) = kept.batches([Wanted(pinned, keep=32)])  # beside the pinned row it needs a trunk
+    assert [one.trunk and one.trunk.size for one in batch] == [32]
+    kept.commit(batch)
+    kept.tree.check_integrity()
+    kept.drop_unpinned()
+    assert kept.tree.positions == 29 + 4
+    assert kept.fits(37)
+
+
 def test_room_beside_a_trunk_is_used() -> None:
     """The limit is said beside what is used, to which a pinned trunk belongs."""
     kept = Kept(budget=0, aside=20)

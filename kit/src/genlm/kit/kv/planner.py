@@ -127,6 +127,8 @@ class Planner(Generic[A]):
                 return batch
             if len(batch) == 1:  # not even with its own source: start from nothing
                 alone = Placement(batch[0].index, batch[0].sequence)
+                if (found := batch[0].found) is not None and found.pinned:
+                    alone.kept = batch[0].kept  # what is pinned stays where it is
                 if self._shares and alone.sequence.length >= self._worth.trunk:
                     alone.cut = alone.sequence.length
                 return [alone] if self._begin([alone], self._needs([alone])) else []
@@ -145,16 +147,17 @@ class Planner(Generic[A]):
         computed = [placement for placement in self._running if placement in wanted]
         self._running = []
         staying = [placement for placement in computed if placement.kept]
-        trunks = [placement.trunk for placement in computed if placement.trunk is not None]
+        trunks = [placement.trunk for placement in staying if placement.trunk is not None]
         for placement in staying:  # all first: the new key of one may be the old key of another
             if placement.continued and placement.row is not None:
                 self.tree.rename(placement.row, placement.sequence.tokens)
         for segment in (*trunks, *[placement.row for placement in staying]):
             if segment is not None:
                 self.tree.keep(segment)
-        for row in [one.row for one in computed if not (one.kept or one.continued)]:
-            if row is not None:
-                self.tree.discard(row)
+        for one in computed:
+            for segment in () if one.kept or one.continued else (one.row, one.trunk):
+                if segment is not None:
+                    self.tree.discard(segment)
         if trunks:  # last: it drops kept state, and may fail
             ends = [placement.end if placement.kept else placement.found for placement in computed]
             self._shorten(trunks, ends)
