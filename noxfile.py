@@ -254,11 +254,26 @@ def minimums(session: nox.Session) -> None:
     """
     prepare(session)
     session.install("torch")
-    hf = PLUGINS["hf"]
-    session.install("--resolution", "lowest-direct", *BASE, *whole(CORE, hf))
+    session.install("--resolution", "lowest-direct", *BASE, *whole(CORE, PLUGINS["hf"]))
+    check_versions(session, "-m", "not any_version")
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """Tests of the core and hf on the newest versions that there are, as pip gives them to users
+    today; constraints.txt does not count."""
+    prepare(session)
+    session.env["UV_CONSTRAINT"] = ""
+    session.install("--upgrade", *BASE, *whole(CORE, PLUGINS["hf"]))
+    check_versions(session)
+
+
+def check_versions(session: nox.Session, *options: str) -> None:
+    """Run tests of the core and hf on the versions that are installed."""
     session.install("--group=test")
     session.env["GENLM_TEST_MODEL"] = real_model(session)
-    session.run("pytest", "tests", str(hf / "tests"), "-m", "not any_version", *session.posargs)
+    tests = "tests", str(PLUGINS["hf"] / "tests")
+    session.run("pytest", *tests, *options, *session.posargs)
 
 
 @nox.session(venv_backend="none")
