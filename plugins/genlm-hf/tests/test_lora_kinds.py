@@ -13,6 +13,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    OPTConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
@@ -23,7 +24,7 @@ from tests.adapter_kinds import KINDS, Kind, make_adapter
 from tests.adapter_outcomes import make_case, outcome, reference_rows
 from tests.adapter_table import check_refused, strangers, tabled
 
-from .shapes import QWEN3_NEXT
+from .shapes import QWEN3_NEXT, SHAPE
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -185,3 +186,18 @@ def test_experts(tiny: str, tmp_path: Path, family: Any, settings: dict[str, Any
     case = make_case(Kind("experts", settings), str(folder), tmp_path)
     with AsyncTransformer.from_name(str(folder), cache_size=0) as lm:
         assert outcome(lm, case, 1e-4) == "right"
+
+
+def test_layers_that_see_all_rows_of_a_padded_batch_as_one(tiny: str, tmp_path: Path) -> None:
+    """Those of OPT, and shared experts; where state is kept, each token is a row of its own."""
+    torch.manual_seed(0)
+    config = OPTConfig(**SHAPE, ffn_dim=48, word_embed_proj_dim=16, init_std=0.2)
+    folder = tmp_path / "model"
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    case = make_case(Kind("flat", {"target_modules": "all-linear"}), str(folder), tmp_path)
+    forwards: list[int] = []
+    with AsyncTransformer.from_name(str(folder), cache_size=0, kv_cache_bytes=0) as lm:
+        model: Any = lm.underlying_model
+        model.register_forward_pre_hook(lambda *_: forwards.append(1))
+        assert outcome(lm, case, 1e-4, forwards) == "right"  # of one forward, not one by one

@@ -55,6 +55,7 @@ class AdapterSet:
         self._trainable: list[Any] = []  # parameters of the model that PEFT freezes
         self._names: list[str] | None = None  # of the rows of the mixed batch under way
         self._wanted: list[str] | None = None  # of those of its rows that the output layer sees
+        self._by_token: list[str] = []  # of all tokens of that
         self._hooks: list[Any] = []
 
     def read(self, adapter: Adapter) -> AdapterFolder:
@@ -190,12 +191,15 @@ class AdapterSet:
         return [group for group in (mixed, *alone.values()) if group]
 
     @contextmanager
-    def applied(self, rows: Sequence[Adapter | None], wanted: Iterable[int]) -> Iterator[None]:
+    def applied(
+        self, rows: Sequence[Adapter | None], wanted: Iterable[int], width: int
+    ) -> Iterator[None]:
         """While it lasts, row ``i`` of every batch is computed with ``rows[i]``.
 
         Args:
             rows: One adapter per row.
             wanted: The rows that the output layer sees, in its order.
+            width: The tokens of each row.
         """
         if not self._alone:
             yield
@@ -209,6 +213,7 @@ class AdapterSet:
         self._switch_to(next(adapter for adapter in distinct if adapter is not None))
         self._names = [BASE if row is None else _name(row.version) for row in rows]
         self._wanted = [self._names[row] for row in wanted]
+        self._by_token = [name for name in self._names for _ in range(width)]
         try:
             yield
         finally:
@@ -304,6 +309,8 @@ class AdapterSet:
         if self._names is None:
             return None
         names = self._wanted if layer is self._model.get_output_embeddings() else self._names
+        if args[0].dim() == 2 and len(args[0]) == len(self._by_token):
+            names = self._by_token  # all rows in one, as OPT and shared experts have them
         return args, {**kwargs, "adapter_names": names}
 
 

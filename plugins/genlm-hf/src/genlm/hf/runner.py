@@ -234,7 +234,7 @@ class Runner:
             with (
                 torch.inference_mode(),
                 attention_kernels(self.device),
-                self._adapters.applied(rows, of_wanted),
+                self._adapters.applied(rows, of_wanted, width),
             ):
                 self._rope.forget()
                 outputs = self._model(*first, **inputs)
