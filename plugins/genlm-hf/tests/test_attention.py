@@ -6,7 +6,8 @@ import torch
 
 from genlm.core.context import Context
 from genlm.hf.attention import row_attention
-from genlm.hf.layout import Chunks, PackedLayout
+from genlm.hf.layout import Chunks, PackedLayout, additive
+from genlm.hf.partial import attend
 from genlm.hf.patterns import Pattern
 from genlm.hf.upload import Upload
 from genlm.kit.segments import Row, Trunk
@@ -50,3 +51,13 @@ def test_values_may_have_another_width_than_keys() -> None:
             query[at : at + 1], keys, values, enable_gqa=True
         )
         torch.testing.assert_close(given[at : at + 1], right.transpose(1, 2))
+
+
+def test_a_window_beyond_a_whole_trunk_in_half_precision() -> None:
+    """Below the lowest float16 is only minus infinity; a softmax over nothing else is NaN."""
+    query = torch.full((1, 1, 2, KEYS), 3.0, dtype=torch.float16)
+    mask = additive(torch.tensor([[True], [False]]).expand(2, 5)[None, None], torch.float16)
+    states = query[:, :, :1].expand(1, 1, 5, KEYS)
+    output, log_sum_exp = attend(query, -states, states, mask, 1.0, False, softcap=50.0)
+    assert output.isfinite().all()
+    assert log_sum_exp.diff() < -(2**15)

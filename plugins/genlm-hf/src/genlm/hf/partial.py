@@ -126,12 +126,12 @@ def _explicit(
     logits = query @ key.transpose(2, 3) * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
+    logits = logits.float()  # before the mask: below the lowest number of float16 is only -inf
     if mask is not None:
         logits = logits + mask
     if causal:
         later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
         logits = logits.masked_fill(later, torch.finfo(logits.dtype).min)
-    logits = logits.float()
     log_sum_exp = logits.logsumexp(-1)
     weights = (logits - log_sum_exp.unsqueeze(-1)).exp_()
     return weights.to(value.dtype) @ value, log_sum_exp
