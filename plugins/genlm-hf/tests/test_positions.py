@@ -66,10 +66,11 @@ def test_the_table_of_positions_is_the_limit(family: str, tiny: str) -> None:
                 refused()
 
 
-def test_a_rotary_embedding_that_stretches_takes_more() -> None:
+@pytest.mark.parametrize("kind", ["dynamic", "yarn"])
+def test_a_rotary_embedding_that_stretches_takes_more(kind: str) -> None:
     """As many times more as its configuration says."""
     config = transformers.LlamaConfig(
         **{**SHAPE, "max_position_embeddings": 20},
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0},
     )
     assert HFEngine(transformers.LlamaForCausalLM(config), None).max_context == 80

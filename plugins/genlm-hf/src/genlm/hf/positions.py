@@ -25,7 +25,10 @@ def longest_context(model: Any) -> int | None:
         if name.endswith("position_embeddings") and padding is not None:
             longest = min(longest, table.num_embeddings - padding - 1)
     stretch = max((one["factor"] for one in rope_scalings(config, "dynamic")), default=1.0)
-    return int(longest * stretch)
+    # Who switches YaRN on, as Qwen says how, leaves the count of positions as it was.
+    original = "original_max_position_embeddings"
+    yarn = [(one.get("factor"), one.get(original)) for one in rope_scalings(config, "yarn")]
+    return int(max([longest * stretch, *(factor * n for factor, n in yarn if factor and n)]))
 
 
 def rope_scalings(config: Any, *types: str) -> list[dict[str, Any]]:
