@@ -8,6 +8,7 @@ from structlog.testing import capture_logs
 
 from genlm.core import Query
 from genlm.hf import strategies
+from genlm.hf.engine import HFEngine
 from genlm.hf.reuse import Reuse
 from genlm.kit.kv.sharing import Worth
 
@@ -98,6 +99,21 @@ def test_the_attention_that_was_asked_for_is_replaced_and_restored(attention: st
     model.check((1, 2, 3), (1, 2, 3, 4, 5))
     model.engine.genlm_close()
     assert model.engine.model.config._attn_implementation == attention
+
+
+def test_the_attention_of_each_part_is_restored() -> None:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = configs.LlavaConfig(
+        text_config=configs.LlamaConfig(**SHAPE),
+        vision_config=configs.SiglipVisionConfig(**vision, num_attention_heads=2),
+    )
+    model = configs.AutoModelForImageTextToText.from_config(config).eval()
+    model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
+    engine = HFEngine(model, None)
+    assert model.config.text_config._attn_implementation == "genlm_rows"
+    engine.genlm_close()
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config.text_config._attn_implementation == "eager"
 
 
 #: Prefixes are shared from a length within the window on, and from one beyond it; the long ones of

@@ -26,6 +26,17 @@ def register_row_attention() -> None:
     AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
 
 
+def attention_of(config: Any) -> dict[str, str]:
+    """The attention implementations of a model and of its parts, as
+    ``model.set_attn_implementation`` takes them; a part that says none has that of the whole."""
+    own = config._attn_implementation
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    inner = {
+        name: part._attn_implementation or own for name, part in parts.items() if part is not None
+    }
+    return {"": own, **inner}
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes differ in every forward
 def row_attention(
     module: torch.nn.Module,

@@ -15,7 +15,7 @@ from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError, GenlmError
 from genlm.core.types import Adapter, Answer, Query
 from genlm.hf.adapters import AdapterSet
-from genlm.hf.attention import register_row_attention
+from genlm.hf.attention import attention_of, register_row_attention
 from genlm.hf.budget import budget
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
@@ -61,7 +61,7 @@ class HFEngine:
         self.lacking: dict[str, str] = {}
         self._describe(model, tokenizer)
         self._training = [module for module in model.modules() if module.training]
-        self._original_attention = model.config._attn_implementation
+        self._original_attention = attention_of(model.config)
         self._adapters = AdapterSet(model)
         register_row_attention()
         self._runner = Runner(model.eval(), self._adapters, RowPool(), layer_patterns(model))
@@ -304,7 +304,7 @@ class HFEngine:
     def _restore(self) -> None:
         self._runner.close()
         self._adapters.close()
-        if self.model.config._attn_implementation != self._original_attention:
+        if attention_of(self.model.config) != self._original_attention:
             self.model.set_attn_implementation(self._original_attention)
         for module in self._training:
             module.training = True

@@ -13,7 +13,7 @@ from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 from genlm.core.types import Adapter
 from genlm.hf.adapters import AdapterSet
-from genlm.hf.attention import ROW_ATTENTION
+from genlm.hf.attention import ROW_ATTENTION, attention_of
 from genlm.hf.patterns import layer_patterns, reuse_limit
 from genlm.hf.pool import RowPool
 from genlm.hf.positions import rope_scalings
@@ -93,7 +93,7 @@ def choose_reuse(
     """
     contexts = _contexts(vocab_size, max_context, window)
     _put_in(contexts, model.config, vocab_size)
-    original = model.config._attn_implementation
+    original = attention_of(model.config)
     expected = _logprobs([runner.plain([context], [None], [1]) for context in contexts])
     if expected.isnan().any():
         wider = "load it with dtype='float32' or 'bfloat16', or "
@@ -123,7 +123,7 @@ def choose_reuse(
                 return Choice(reuse, tolerance, least, least is not None and twins.rows_apart())
             why = f"beyond {reach} tokens: {twins.reasons[reuse]}"
         reasons[reuse.value] = why
-        if model.config._attn_implementation != original:
+        if attention_of(model.config) != original:
             model.set_attn_implementation(original)
         runner.pool.forget_layers()
     raise EngineError(
