@@ -18,7 +18,7 @@ from genlm.kit.kv.sharing import Worth
 from genlm.kit.segments import Trunk
 from tests.engines import add_lora, rows_of
 
-from .models import beside, build, draw, llama_config, proven
+from .models import beside, build, draw, llama_config, proven, unproven
 from .shapes import LFM2, MAMBA, MAMBA_BYTES, SHAPE
 
 pytestmark = pytest.mark.any_version
@@ -146,6 +146,16 @@ def test_a_prompt_that_cannot_be_pinned_is_refused(limited: Callable[..., Any]) 
     with pytest.raises(EngineError, match="kv_cache_bytes"):
         model.engine.genlm_cache_prefix(Query(second))
     model.check((*first, 1), second)
+
+
+def test_a_prompt_beyond_the_length_of_what_is_kept_is_not_pinned() -> None:
+    """As that of a model without state: however much room there is, no error helps."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = unproven(llama_config(max_position_embeddings=24, rope_parameters=rope))
+    (prompt,) = draw(1, 25)
+    assert model.engine.genlm_cache_prefix(Query(prompt))
+    assert model.forwards == []
+    model.check((*prompt, 1))
 
 
 @pytest.mark.parametrize("room", [0, 2, 5])

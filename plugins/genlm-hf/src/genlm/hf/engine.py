@@ -249,8 +249,8 @@ class HFEngine:
     def genlm_cache_prefix(self, query: Query) -> bool:
         """Raises: EngineError: there is no room beside what is pinned."""
         sequence = _sequence(query)
-        if self.reuse is Reuse.NONE:
-            return True  # nothing can be kept of this model; it was logged at load
+        if self.reuse is Reuse.NONE or self._evaluator.is_beyond(sequence.length):
+            return True  # nothing can be kept of it
         if self._strategy.pin(sequence):  # its state is there
             return True
         if self._evaluator.keeps(sequence.length):

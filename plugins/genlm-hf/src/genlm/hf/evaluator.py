@@ -123,9 +123,11 @@ class Evaluator:
 
     def keeps(self, length: int) -> bool:
         """Whether the state of contexts of a length is kept."""
-        return not self._is_beyond(length) and self._strategy.fits(length)
+        return not self.is_beyond(length) and self._strategy.fits(length)
 
-    def _is_beyond(self, length: int) -> bool:
+    def is_beyond(self, length: int) -> bool:
+        """Whether contexts of a length are too long for their state to be kept, however much room
+        there is."""
         return self._reuse_limit is not None and length > self._reuse_limit
 
     def continues(self, sequence: TokenSequence) -> bool:
@@ -138,7 +140,7 @@ class Evaluator:
         if self._reuse_limit is None:
             return known
         return [
-            0 if self._is_beyond(one.length) else found
+            0 if self.is_beyond(one.length) else found
             for one, found in zip(sequences, known, strict=True)
         ]
 
@@ -167,7 +169,7 @@ class Evaluator:
         if kept:
             return self._strategy.compute(sequences, indices)
         # Where attention depends on the length, it may depend on that of padding too.
-        alike = any(self._is_beyond(sequences[at].length) for at in indices)
+        alike = any(self.is_beyond(sequences[at].length) for at in indices)
         return self._strategy.plain(sequences, indices, padded=not alike)
 
     def _smaller(
