@@ -234,6 +234,7 @@ class Runner:
             with (
                 torch.inference_mode(),
                 attention_kernels(self.device),
+                evaluating(self._model),
                 self._adapters.applied(rows, of_wanted, width),
             ):
                 self._rope.forget()
@@ -251,6 +252,19 @@ class Runner:
         self._selected = True
         hidden = args[0].flatten(0, -2)
         return (hidden.index_select(0, self._wanted.to(hidden.device)).unsqueeze(1), *args[1:])
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """While it lasts, a model that somebody trains is in evaluation mode."""
+    trained = [each for each in model.modules() if each.training] if model.training else []
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
 
 
 def _logits(outputs: Any) -> torch.Tensor:
