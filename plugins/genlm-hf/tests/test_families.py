@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import transformers as configs
 from structlog.testing import capture_logs
@@ -12,7 +14,7 @@ from genlm.hf.engine import HFEngine
 from genlm.hf.reuse import Reuse
 from genlm.kit.kv.sharing import Worth
 
-from .models import check_random_program, draw, proven, unproven
+from .models import beside, check_random_program, draw, proven, unproven
 from .shapes import LATENT, LFM2, LLAMA4, MAMBA, QWEN3_NEXT, SHAPE, TOKENS
 
 MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
@@ -114,6 +116,24 @@ def test_the_attention_of_each_part_is_restored() -> None:
     engine.genlm_close()
     assert model.config._attn_implementation == "sdpa"
     assert model.config.text_config._attn_implementation == "eager"
+
+
+def test_another_attention_that_somebody_sets_meanwhile() -> None:
+    """Or that a model with the same configuration gets, as when it is closed."""
+    model = proven(configs.LlamaConfig(**SHAPE))
+    contexts = draw(3, 20)
+    model.check(*contexts)
+    model.engine.model.set_attn_implementation("eager")
+    model.check(*[(*context, 1) for context in contexts], (1, 2, 3))
+
+
+def test_a_copy_of_a_model_that_is_open_shares_prompts_too() -> None:
+    model = proven(configs.LlamaConfig(**SHAPE))
+    twin = beside(copy.deepcopy(model.engine.model), model.reference)
+    assert twin.engine.reuse is Reuse.SHARED
+    twin.check((1, 2, 3), (1, 2, 4, 5))
+    twin.engine.genlm_close()
+    model.check((1, 2, 3), (1, 2, 4, 5))
 
 
 #: Prefixes are shared from a length within the window on, and from one beyond it; the long ones of

@@ -58,8 +58,9 @@ WORTH_KEEPING = 512
 #: The ways whose state is in the pool.
 IN_ROWS = (Reuse.SHARED, Reuse.PACKED, Reuse.UNIFORM)
 
-#: Attention implementations that row attention computes the same as.
-REPLACEABLE = ("sdpa", "eager")
+#: Attention implementations that row attention computes the same as; the last one is that of a copy
+#: of a model that is open.
+REPLACEABLE = ("sdpa", "eager", ROW_ATTENTION)
 
 
 @frozen

@@ -13,7 +13,7 @@ import torch
 
 from genlm.core.types import Adapter
 from genlm.hf.adapters import AdapterSet
-from genlm.hf.attention import LAYOUT_ARGUMENT
+from genlm.hf.attention import LAYOUT_ARGUMENT, ROW_ATTENTION
 from genlm.hf.cudnn import attention_kernels
 from genlm.hf.layout import Chunks, PackedLayout, UniformLayout
 from genlm.hf.patterns import Pattern
@@ -46,6 +46,7 @@ class Runner:
         self, model: Any, adapters: AdapterSet, pool: RowPool, patterns: Sequence[Pattern] | None
     ) -> None:
         self._model = model
+        self._config = model.config.get_text_config(decoder=True)
         self.device: torch.device = model.device  # asked once: it looks for that weight
         self._adapters = adapters
         self.pool = pool
@@ -107,6 +108,8 @@ class Runner:
         """
         if self._patterns is None:
             raise ValueError("packed forwards need the layers' attention patterns")
+        if self._config._attn_implementation != ROW_ATTENTION:  # somebody has set another one
+            self._model.set_attn_implementation(ROW_ATTENTION)
         upload, device = Upload(), self.device
         layout = PackedLayout(chunks, self._patterns, upload, device)
         self.pool.layout = layout
