@@ -66,6 +66,18 @@ def test_a_full_cache_and_more_requests_than_places(engine):
     engine.computes(*(text(seed, 90 + seed % 20) for seed in range(40)))
 
 
+def test_sessions_leave_room_where_several_kinds_of_layers_have_blocks(
+    load_briefly, make_tiny, monkeypatch
+):
+    """Seven short contexts take two blocks each, of 13; a long one takes less per token."""
+    kinds = ["sliding_attention", "full_attention"]
+    windows = {"head_dim": 32, "sliding_window": 24, "layer_types": kinds}
+    monkeypatch.setattr(in_flight, "PATIENCE", 30)
+    engine = load_briefly(make_tiny("Gemma3Text", **windows), num_gpu_blocks_override=14)
+    engine.computes(*(text(seed, 20) for seed in range(7)))
+    engine.computes(text(8, 255))
+
+
 def test_the_shortest_contexts_that_vllm_can_have(load_briefly):
     engine = load_briefly(max_model_len=2)
     assert engine.max_context == 1

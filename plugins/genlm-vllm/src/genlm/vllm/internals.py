@@ -114,9 +114,6 @@ class EngineCore:
         )
         self.prefix_caching: bool = bool(_require(config, "cache_config.enable_prefix_caching"))
         self.block_size: int = _require(config, "cache_config.block_size")
-        # Each request has its own state of a layer without attention.
-        hybrid = _require(config, "model_config.is_hybrid")
-        self.shares_blocks: bool = self.prefix_caching and not hybrid
         self.device_type: str = _require(config, "device_config.device").type
         lora = _require(config, "lora_config")
         # On a CPU there is one more, which stays empty (loading.py).
@@ -124,24 +121,25 @@ class EngineCore:
         self._lora_requests: dict[int, Any] = {}
         self.hf_config = _require(config, "model_config.hf_config")
         self.model_path: str = _require(config, "model_config.model")
-        self.kv_capacity = self._kv_capacity(_require(config, "cache_config"))
         self._running: RunningSessions | None = None
-
-    def _kv_capacity(self, cache_config: Any) -> int:
-        """Tokens that the key/value cache holds; the exact number for hybrid models if this vLLM
-        gives it."""
-        tokens: int | None = getattr(cache_config, "kv_cache_size_tokens", None)
-        blocks = (cache_config.num_gpu_blocks or 0) - 1  # vLLM keeps one block for itself
-        return (
-            min(tokens or blocks * self.block_size, blocks * self.block_size)
-            if blocks > 0
-            else 1 << 62
-        )
+        if self._in_process:
+            cache = _require(self._client, "engine_core.scheduler.kv_cache_config")
+            self._groups = groups_of_layers(cache, config)
+        else:
+            self._groups = self.call_workers("genlm_groups_of_layers")[0]
+        # Of several kinds of layers, some may have let go of what others still have.
+        whole = [whole for *_, whole in self._groups]
+        self.shares_blocks: bool = self.prefix_caching and whole == [True]
+        # vLLM keeps one block for itself.
+        blocks = (_require(config, "cache_config").num_gpu_blocks or 0) - 1
+        #: Tokens that the key/value cache holds.
+        self.kv_capacity = blocks * self.block_size if blocks > 0 else 1 << 62
 
     def footprint(self, length: int) -> int:
-        """What a context takes in the key/value cache, in tokens: whole blocks, with room for the
-        token drawn."""
-        return (length // self.block_size + 1) * self.block_size
+        """What a context takes in the key/value cache, in tokens: whole blocks of each group of
+        layers, with room for the token drawn."""
+        blocks = (min(length // size + 1, most) if size else most for size, most, _ in self._groups)
+        return sum(blocks) * self.block_size
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -291,6 +289,27 @@ class EngineCore:
             self._llm = self._client = self._running = None
             if not end_unused_process_groups():
                 gc.collect()
+
+
+def groups_of_layers(cache: Any, config: Any) -> list[tuple[int, int, bool]]:
+    """The groups of layers that have blocks of their own: the tokens of a block (0 where a block is
+    no part of a context), the most blocks that a request takes, and whether it keeps all of them.
+
+    Args:
+        cache: vLLM's ``KVCacheConfig``.
+        config: Its ``VllmConfig``.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
+
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    return [
+        (
+            0 if isinstance(spec, MambaSpec) else spec.block_size,
+            -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes),
+            type(spec) in (FullAttentionSpec, MLAAttentionSpec),
+        )
+        for spec in specs
+    ]
 
 
 def _output(raw: Any) -> Output:

@@ -97,10 +97,10 @@ class Sessions:
         self._pins.add(request)
         wanted = self._pins.tokens
         self._pins.remove(request)
-        if wanted + self._footprint(self._longest) > self._capacity:
+        if wanted + (longest := self._footprint(self._longest)) > self._capacity:
             raise EngineError(
                 f"pinning {request.prompt.length} more tokens would hold {wanted} of the "
-                f"{self._capacity} tokens that the key/value cache has, and {self._longest} must "
+                f"{self._capacity} tokens that the key/value cache has, and {longest} must "
                 "stay free; call "
                 "clear_kv_cache(), or load with a larger kv_cache_memory_bytes or "
                 "gpu_memory_utilization, or with a smaller max_model_len"

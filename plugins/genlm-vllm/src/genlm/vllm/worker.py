@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from genlm.vllm.capture import RowStore, capture_into
+from genlm.vllm.internals import groups_of_layers
 
 ROWS = RowStore()
 
@@ -23,6 +24,8 @@ class RowAccess:
 
     rank: int  # vLLM's, of all workers
     parallel_config: Any
+    vllm_config: Any
+    model_runner: Any
 
     def genlm_take_rows(self, keys: Sequence[str]) -> bytes | None:
         """The rows under ``keys``, ``[len(keys), vocab_size]`` float32, as bytes; ``None`` if
@@ -39,3 +42,7 @@ class RowAccess:
 
     def genlm_clear_rows(self) -> None:
         ROWS.clear()
+
+    def genlm_groups_of_layers(self) -> list[tuple[int, int, bool]]:
+        """See :func:`genlm.vllm.internals.groups_of_layers`."""
+        return groups_of_layers(self.model_runner.kv_cache_config, self.vllm_config)
