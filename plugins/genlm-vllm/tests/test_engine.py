@@ -78,6 +78,11 @@ def test_sessions_leave_room_where_several_kinds_of_layers_have_blocks(
     engine.computes(text(8, 255))
 
 
+def test_sessions_leave_the_room_that_vllm_keeps_for_running_requests(load_briefly, monkeypatch):
+    monkeypatch.setattr(in_flight, "PATIENCE", 30)
+    load_briefly(watermark=0.2).computes(*(text(seed, 150) for seed in range(6)))
+
+
 def test_the_shortest_contexts_that_vllm_can_have(load_briefly):
     engine = load_briefly(max_model_len=2)
     assert engine.max_context == 1

@@ -130,8 +130,9 @@ class EngineCore:
         # Of several kinds of layers, some may have let go of what others still have.
         whole = [whole for *_, whole in self._groups]
         self.shares_blocks: bool = self.prefix_caching and whole == [True]
-        # vLLM keeps one block for itself.
-        blocks = (_require(config, "cache_config").num_gpu_blocks or 0) - 1
+        # vLLM keeps one block for itself, and with a watermark some for those that have begun.
+        there = _require(config, "cache_config").num_gpu_blocks or 0
+        blocks = there - 1 - int(getattr(limits, "watermark", 0) * there)
         #: Tokens that the key/value cache holds.
         self.kv_capacity = blocks * self.block_size if blocks > 0 else 1 << 62
 
