@@ -83,6 +83,13 @@ def test_sessions_leave_the_room_that_vllm_keeps_for_running_requests(load_brief
     load_briefly(watermark=0.2).computes(*(text(seed, 150) for seed in range(6)))
 
 
+def test_prompts_that_are_computed_side_by_side_share_no_room(load_briefly, monkeypatch):
+    monkeypatch.setattr(in_flight, "PATIENCE", 30)
+    engine = load_briefly(long_prefill_token_threshold=32)
+    for seed in range(3):
+        engine.computes(*((*text(seed, 170), last) for last in range(2)))
+
+
 def test_the_shortest_contexts_that_vllm_can_have(load_briefly):
     engine = load_briefly(max_model_len=2)
     assert engine.max_context == 1

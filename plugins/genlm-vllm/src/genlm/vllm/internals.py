@@ -127,9 +127,13 @@ class EngineCore:
             self._groups = groups_of_layers(cache, config)
         else:
             self._groups = self.call_workers("genlm_groups_of_layers")[0]
-        # Of several kinds of layers, some may have let go of what others still have.
-        whole = [whole for *_, whole in self._groups]
-        self.shares_blocks: bool = self.prefix_caching and whole == [True]
+        # With a threshold, those that begin alike may be computed a part at a time side by side;
+        # and of several kinds of layers, some may have let go of what others still have.
+        self.shares_blocks: bool = (
+            self.prefix_caching
+            and not limits.long_prefill_token_threshold
+            and [whole for *_, whole in self._groups] == [True]
+        )
         # vLLM keeps one block for itself, and with a watermark some for those that have begun.
         there = _require(config, "cache_config").num_gpu_blocks or 0
         blocks = there - 1 - int(getattr(limits, "watermark", 0) * there)
