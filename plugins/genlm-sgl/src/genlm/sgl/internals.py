@@ -183,9 +183,12 @@ class Scheduler:
         """
         scheduler = self._scheduler
         with self._on_its_stream():
+            last = scheduler.last_batch
+            before = [*scheduler.running_batch.reqs, *(last.reqs if last else ())]
             batch = self._next_batch()
+            given_up = self._given_up(before)
             if batch is None:
-                return None
+                return given_up or None
             self._rows_wanted = any(map(_wants_row, batch.reqs))
             with torch.inference_mode():
                 result = scheduler.run_batch(batch)
@@ -202,10 +205,24 @@ class Scheduler:
         if rows is not None and rows.is_cuda:
             # This thread's own stream reads them: SGLang must not reuse their memory before that.
             rows.record_stream(torch.cuda.current_stream(rows.device))
-        return {
+        return given_up | {
             str(request.rid): _result(request, None if rows is None else rows[i])
             for i, request in enumerate(batch.reqs)
             if request.finished()
+        }
+
+    def _given_up(self, before: Sequence[Any]) -> dict[str, Any]:
+        """Errors for those of the computed requests that SGLang has dropped as it chose a batch, by
+        their keys: the pool was full, and no other was left to make room."""
+        return {
+            str(request.rid): EngineError(
+                f"SGLang gave up a draw half way: its pool of {self.pool_tokens} tokens is full, "
+                f"of which pinned prefixes hold {self.locked_tokens}; ask for fewer max_tokens, "
+                "call clear_kv_cache(), or load the model with a larger engine option "
+                "max_total_tokens"
+            )
+            for request in before
+            if request.to_finish and request not in self._scheduler.running_batch.reqs
         }
 
     def abort(self, key: str) -> None:
@@ -226,18 +243,7 @@ class Scheduler:
 
         Returns:
             Its key, and how many tokens of the pool it needs, with those to be drawn.
-
-        Raises:
-            EngineError: none waits: the pool was full in the middle of a draw, and SGLang has
-                already dropped the draw.
         """
-        if not self._scheduler.waiting_queue:
-            raise EngineError(
-                f"SGLang gave up a draw half way: its pool of {self.pool_tokens} tokens is full, "
-                f"of which pinned prefixes hold {self.locked_tokens}; ask for fewer max_tokens, "
-                "call clear_kv_cache(), or load the model with a larger engine option "
-                "max_total_tokens"
-            )
         request = self._scheduler.waiting_queue[0]
         self.abort(str(request.rid))
         return str(request.rid), len(
