@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 import torch
+from packaging.version import Version
 
 from genlm.core import Query, SamplingParams
 from genlm.core.types import SampleRequest
@@ -106,3 +109,10 @@ def test_sglang_computes_on_its_stream_which_waits_for_ours_and_ours_for_it(
     seen.clear()
     hooks.genlm_clear_kv_cache()
     assert seen == [(its, ours), (ours, its)] * 2, "it is idle, then it is flushed"
+
+
+@pytest.mark.skipif(Version(version("sglang")) < Version("0.5.18"), reason="needs Triton for pages")
+def test_the_longest_context_fits_in_a_pool_of_pages(load_tiny, contexts, reference):
+    hooks = load_tiny(page_size=64, max_total_tokens=512)
+    asked = contexts(2, hooks.max_context, hooks.max_context)
+    torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)

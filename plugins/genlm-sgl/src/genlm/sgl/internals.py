@@ -108,7 +108,9 @@ class Scheduler:
     @property
     def longest_prompt(self) -> int:
         """The longest prompt, in tokens, that the scheduler takes."""
-        return int(self._scheduler.max_req_input_len) - 1
+        # It admits none that would leave less than a page of the pool.
+        room = self.pool_tokens - self.page_size
+        return min(int(self._scheduler.max_req_input_len), room) - 1
 
     @property
     def pool_tokens(self) -> int:
