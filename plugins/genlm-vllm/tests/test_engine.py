@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attrs import evolve
+from structlog.testing import capture_logs
 from vllm.v1.engine.exceptions import EngineDeadError as DeadEngine
 
 from genlm.conformance.declaration import failing_forward
@@ -88,6 +89,14 @@ def test_prompts_that_are_computed_side_by_side_share_no_room(load_briefly, monk
     engine = load_briefly(long_prefill_token_threshold=32)
     for seed in range(3):
         engine.computes(*((*text(seed, 170), last) for last in range(2)))
+
+
+def test_sessions_go_where_vllm_stands_still(engine, monkeypatch):
+    """Because they hold more of its cache than was counted."""
+    monkeypatch.setattr(engine._sessions, "_capacity", 10**9)
+    with capture_logs() as logs:
+        engine.computes(*(text(seed, 100) for seed in range(12)))
+    assert "vllm.stood_still" in {line["event"] for line in logs}
 
 
 def test_the_shortest_contexts_that_vllm_can_have(load_briefly):

@@ -150,8 +150,12 @@ class VllmEngine:
 
     def _make_room(self) -> None:
         """Release sessions until the rest and everything in flight fit in the key/value cache
-        together."""
+        together; and all of them where vLLM stands still: whatever was counted, they have what it
+        waits for."""
         self._release(self._sessions.trim(len(self._in_flight)))
+        if self._in_flight.has_stood_still() and (idle := self._sessions.drop_idle()):
+            log.warning("vllm.stood_still", sessions=len(idle), what="they are released")
+            self._release(idle)
 
     def _release(self, sessions: Sequence[VllmRequest]) -> None:
         ids = [session.request_id for session in sessions]

@@ -10,9 +10,9 @@ from genlm.vllm.held import Held
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.request import Output, VllmRequest
 
-# Steps without any computed token, beyond those that the prompts in flight explain, before the
-# engine is given up.
-PATIENCE = 1000
+# Steps without any computed token, beyond those that the prompts in flight explain, before vLLM is
+# said to stand still, and before the engine is given up.
+STILL, PATIENCE = 30, 1000
 
 
 class RequestsInFlight:
@@ -87,6 +87,10 @@ class RequestsInFlight:
         self.tokens = self._idle_steps = 0
         return dropped
 
+    def has_stood_still(self, steps: int = STILL) -> bool:
+        """Whether vLLM has made more than so many steps without computing anything."""
+        return self._idle_steps > steps + self.tokens // self._core.longest_chunk
+
     def _remove(self, request: VllmRequest) -> None:
         del self._by_id[request.request_id]
         self.tokens -= request.tokens
@@ -97,7 +101,7 @@ class RequestsInFlight:
         A step without results may be one of many that compute a long prompt.
         """
         self._idle_steps = 0 if outputs or not self._by_id else self._idle_steps + 1
-        if self._idle_steps > PATIENCE + self.tokens // self._core.longest_chunk:
+        if self.has_stood_still(PATIENCE):
             raise EngineError(
                 f"vLLM made {self._idle_steps} steps without computing anything for "
                 f"{len(self._by_id)} requests; load with a larger kv_cache_memory_bytes or "

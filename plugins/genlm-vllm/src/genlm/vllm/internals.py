@@ -207,24 +207,20 @@ class EngineCore:
             self._running = None
 
     def step(self) -> list[Output]:
-        """Make one step (in this process), or wait for the next step of the engine's own
-        process."""
-        return [_output(raw) for raw in self._step().outputs]
-
-    def _step(self) -> Any:
+        """Make one step (in this process), or wait for the next step of the engine's own process,
+        but no longer than ``LIVENESS``."""
         if self._in_process:
             with self._stream.entered():
-                return self._client.get_output()
+                return [_output(raw) for raw in self._client.get_output().outputs]
         # Not get_output, which waits for ever if the engine's process is killed meanwhile.
-        while True:
-            try:
-                outputs = self._client.outputs_queue.get(timeout=LIVENESS)
-            except queue.Empty:
-                self._client.ensure_alive()
-                continue
-            if isinstance(outputs, Exception):
-                raise outputs
-            return outputs
+        try:
+            given = self._client.outputs_queue.get(timeout=LIVENESS)
+        except queue.Empty:
+            self._client.ensure_alive()
+            return []
+        if isinstance(given, Exception):
+            raise given
+        return [_output(raw) for raw in given.outputs]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if request_ids:

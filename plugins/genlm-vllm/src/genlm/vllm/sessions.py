@@ -127,6 +127,10 @@ class Sessions:
             released.append(self._give_up(next(iter(self._idle.values()))))
         return released
 
+    def drop_idle(self) -> list[VllmRequest]:
+        """Take out all but the pinned ones."""
+        return [self._give_up(each) for each in list(self._idle.values())]
+
     def drop(self, adapter: Adapter) -> list[VllmRequest]:
         """Take out everything computed with ``adapter``, pinned or not."""
         queries = [query for query in self._pinned if query.adapter == adapter]
