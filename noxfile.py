@@ -272,8 +272,8 @@ def check_versions(session: nox.Session, *options: str) -> None:
     """Run tests of the core and hf on the versions that are installed."""
     session.install("--group=test")
     session.env["GENLM_TEST_MODEL"] = real_model(session)
-    tests = "tests", str(PLUGINS["hf"] / "tests")
-    session.run("pytest", *tests, *options, *session.posargs)
+    for tests in ("tests", str(PLUGINS["hf"] / "tests")):
+        session.run("pytest", tests, *options, *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -9,6 +9,7 @@ import random
 import statistics
 
 import pytest
+import structlog
 
 pytestmark = pytest.mark.any_version
 
@@ -83,6 +84,7 @@ def printed(monkeypatch, capsys, program, real_model):
     pytest.importorskip("genlm.hf", reason="genlm-hf is not installed here")
 
     def run(*arguments):
+        structlog.reset_defaults()  # else it prints what is loaded
         monkeypatch.setattr("sys.argv", ["constrained", "--model", real_model, *arguments])
         program.main()
         return capsys.readouterr().out.splitlines()
