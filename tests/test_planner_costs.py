@@ -98,6 +98,22 @@ def thresholds() -> Program:
         yield [(*head, 1, 1), (*head, 1, 2), (*head, 2, 1), (*head[: length // 2], 3)]
 
 
+def prefixes() -> Program:
+    """A text and all that it begins with, asked together, thrice."""
+    rng = random.Random(6)
+    for _ in range(3):
+        text = some(rng, 200)
+        yield [text[:length] for length in range(1, len(text) + 1)]
+
+
+def alike(common: int, count: int) -> Program:
+    """Contexts that begin with the same new tokens, asked together, ten times."""
+    rng = random.Random(7)
+    for _ in range(10):
+        start = some(rng, common)
+        yield [(*start, 100 + at) for at in range(count)]
+
+
 def uneven() -> Program:
     """More long contexts than may be set apart, beside short ones; then fewer."""
     rng = random.Random(5)
@@ -251,6 +267,8 @@ def lone_requests() -> Program:
 
 #: Programs, the budget of positions, and what they cost.
 COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
+    "alike": (partial(alike, 10, 10), 10**6, (20, 199, 5829, 3840)),
+    "alike, few": (partial(alike, 8, 4), 10**6, (10, 360, 1280, 1344)),
     "alike, one by one": (alike_one_by_one, 10**6, (6, 5289, 0, 6272)),
     "in parts": (in_parts, 10**6, (6, 2004, 1152, 2272)),
     "by turns": (by_turns, 0, (12, 2392, 2056, 6144)),
@@ -276,6 +294,8 @@ COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
     "uneven, little memory": (uneven, 2_600, (27, 3644, 6721, 2597)),
     "a conversation": (turns, 10**6, (156, 2374, 6193, 2829)),
     "a conversation, little memory": (turns, 3_000, (156, 2374, 6193, 2829)),
+    "prefixes": (prefixes, 10**6, (6, 1281, 10840, 19672)),
+    "prefixes, little memory": (prefixes, 1_000, (39, 1281, 7680, 1000)),
     "prompts": (prompts, 10**6, (51, 2564, 6968, 6004)),
     "prompts, little memory": (prompts, 6_000, (51, 2564, 6968, 5972)),
 }

@@ -53,8 +53,8 @@ CONSTANTS = {
     ),
     "genlm.hf.layout.SPARE_TOKENS": (0, 32, 4096),
     "genlm.hf.strategies.WORTH": tuple(
-        Worth(waiting=waiting, sharing=sharing, trunk=trunk)
-        for waiting in (2, 16)
+        Worth(waiting=waiting, sharing=sharing, trunk=trunk, each=min(waiting, 8))
+        for waiting in (2, 40)
         for sharing in (1, 16, 1024)
         for trunk in (2, 32, 512)
     ),

@@ -69,7 +69,7 @@ class Planner(Generic[A]):
 
     def together(self) -> Together[Any]:
         """What further sequences cost in a batch with these."""
-        return Together(self._worth.waiting)
+        return Together(self._worth.each)
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Planner(Generic[A]):
         self, sequences: Sequence[A], indices: Sequence[int] | None = None
     ) -> list[Placement[A]]:
         """Place as many of some distinct sequences as fit together, without those that should wait
-        for one of these: at least the first, if it :meth:`fits`.
+        for one of these: at least one, if each :meth:`fits`.
 
         Args:
             sequences: All sequences.
@@ -247,20 +247,26 @@ class Planner(Generic[A]):
         """The sequences to compute now; the others wait, because one of these computes much of what
         they need. For some of them, by index, also how many leading tokens each sequence that waits
         for it shares."""
-        most = max([one.sequence.length - one.start for one in batch], default=0)
-        if most < self._worth.waiting:
+        new = [one.sequence.length - one.start for one in batch]
+        if sum(new) - max(new, default=0) < self._worth.waiting or max(new) < self._worth.each:
             return batch, {}  # nobody would wait for one of these
-        now: list[Placement[A]] = []
-        shared: dict[int, list[int]] = {}
+        followers: dict[int, list[tuple[Placement[A], int]]] = {}
         together: Together[int] = self.together()
-        for placement in batch:
+        # The longest leads: it may have others in it.
+        for placement in sorted(batch, key=lambda one: -one.sequence.length):
             leader, common = together.leader(placement.sequence, placement.start)
             if leader is None:
                 together.add(placement.sequence, placement.start, placement.index)
-                now.append(placement)
             else:
-                shared.setdefault(leader, []).append(common)
-        return now, shared
+                followers.setdefault(leader, []).append((placement, common))
+        waiting = {
+            leader: some
+            for leader, some in followers.items()
+            if sum(common - one.start for one, common in some) >= self._worth.waiting
+        }
+        wait = {one for some in waiting.values() for one, _ in some}
+        cuts = {leader: [common for _, common in some] for leader, some in waiting.items()}
+        return [one for one in batch if one not in wait], cuts
 
     def _plan(self, batch: Sequence[Placement[A]], cuts: dict[int, list[int]]) -> None:
         """Decide where each of them runs: in an existing row, on a trunk, or in a new row with a

@@ -22,8 +22,8 @@ class Worth:
 
     Attributes:
         step: Columns are allotted in steps of this many.
-        waiting: A sequence waits for another one of the batch if that computes at least this many
-            tokens for both.
+        waiting: Sequences wait for another one of the batch if that computes for them at least this
+            many tokens, in all: as many as take as long as a forward more.
         sharing: Forks share their parent's state as a trunk if it saves this many positions,
             counted once for each fork. Fewer are copied: a trunk needs one more product in every
             layer of every forward, which costs as much as attention over this many positions in
@@ -43,10 +43,12 @@ class Worth:
         plenty: While less than half of the budget is taken, only what saves or wastes this many
             positions becomes a trunk: for devices that would launch more kernels for it than they
             need for so many positions.
+        each: A sequence waits only for at least this many tokens of its own, so that those which
+            grow by few are not compared.
     """
 
     step: int = 32
-    waiting: int = 16
+    waiting: int = 40
     sharing: int = 1024
     product: int = 64
     trunk: int = 512
@@ -56,6 +58,7 @@ class Worth:
     outliers: int = 4
     path: int = 6
     plenty: int = 0
+    each: int = 8
 
     def columns(self, length: int) -> int:
         """How many columns are allotted for ``length`` positions."""
@@ -125,26 +128,26 @@ class Together(Generic[T]):
     """Sequences that are computed together, and what one more would cost.
 
     Args:
-        waiting: See :class:`Worth`; infinite if none waits for another.
+        each: See :class:`Worth`; infinite if none waits for another.
     """
 
-    def __init__(self, waiting: float) -> None:
-        self._waiting = waiting
+    def __init__(self, each: float) -> None:
+        self._each = each
         self._index: PrefixIndex[bytes, T] = PrefixIndex()
 
     def add(self, sequence: TokenSequence, known: int, value: T) -> None:
         """Compute this sequence, of which so many leading tokens are there, with the others."""
-        if sequence.length - known >= self._waiting:  # else it computes too little for others
+        if sequence.length - known >= self._each:  # else it computes too little for others
             self._index.add(sequence.key, value)
 
     def leader(self, sequence: TokenSequence, known: int) -> tuple[T | None, int]:
-        """Which of them a sequence should wait for, if any, and how many of its leading tokens it
-        then need not compute; ``known`` of these are already there."""
-        if sequence.latest_start - known < self._waiting:
+        """Which of them a sequence may wait for, if any, and how many of its leading tokens it then
+        need not compute; ``known`` of these are already there."""
+        if sequence.latest_start - known < self._each:
             return None, known
         nearest, common = self._index.nearest(sequence.key)
         shared = min(tokens_in(common), sequence.latest_start)
-        if nearest is None or shared - known < self._waiting:
+        if nearest is None or shared - known < self._each:
             return None, known
         return self._index[nearest], shared
 

@@ -380,6 +380,7 @@ def strategy_for(reuse: Reuse, runner: Runner, max_tokens: int, budget: int) -> 
         at_once = reuse is Reuse.SNAPSHOTS
         return InSnapshots(runner, max_tokens, Snapshots(budget, costs.forward, at_once))
     shares = reuse is Reuse.SHARED
-    worth = evolve(WORTH, plenty=costs.plenty)
+    waiting = max(WORTH.waiting, costs.forward)
+    worth = evolve(WORTH, waiting=waiting, plenty=costs.plenty)
     planner: Planner[TokenSequence] = Planner(PoolTable(runner.pool, budget), worth, shares)
     return (Uniform if reuse is Reuse.UNIFORM else Packed)(runner, max_tokens, planner)
