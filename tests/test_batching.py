@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,6 +33,23 @@ def test_coroutines_that_ask_a_few_passes_apart_share_a_batch(mock, gate):
 
     asyncio.run(ask())
     assert [len(batch) for batch in gate.batches] == [1, 5]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks need Python 3.12")
+def test_tasks_that_begin_at_once_share_a_batch(mock, gate):
+    lm = mock()
+
+    async def particle(first):
+        context = lm.context([first])
+        for _ in range(3):
+            context = context.extend(int((await lm.next_token_logprobs(context)).argmax()))
+
+    async def ask():
+        asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)
+        await asyncio.gather(*map(particle, range(5)))
+
+    asyncio.run(ask())
+    assert [len(batch) for batch in gate.batches] == [5] * 3
 
 
 @pytest.mark.parametrize(("options", "passes"), [({"batch_size": 8}, 9), ({}, 200)])
