@@ -67,6 +67,17 @@ def test_a_short_context_is_answered_beside_a_chunk(chunked: Any) -> None:
     assert finish(chunked, (1, 2))[0] == {(1, 2)}
 
 
+def test_a_step_computes_no_more_where_contexts_begin_alike_and_do_not_wait() -> None:
+    """Four of 12 tokens save 33, which are not worth a forward: all are computed whole."""
+    model = proven(llama_config(), max_batch_tokens=64)
+    contexts = [(*ids, token) for ids in draw(12, 11) for token in range(4)]
+    answered = model.step(*contexts)
+    assert 0 < len(answered) < len(contexts)
+    assert sum(model.forwards) <= 64
+    while model.step():
+        pass
+
+
 def test_a_step_is_filled_to_its_last_token(chunked: Any) -> None:
     (short,), (one, other) = draw(1, CHUNK // 4), draw(2, CHUNK - CHUNK // 4, seed=1)
     assert chunked.step(short, one, other) == {short, one}

@@ -14,9 +14,11 @@ import signal
 import psutil
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from genlm.core import AsyncLM, EngineDeadError
 from genlm.vllm import AsyncVirtualLM
+from genlm.vllm.internals import EngineCore
 from tests.adapter_outcomes import reference_rows
 
 from .driven import SMALL
@@ -93,6 +95,19 @@ def test_an_engine_core_in_a_process_of_its_own(tiny_path, expected, monkeypatch
         ]
         check(lm, expected)
         dies_clearly(lm, core)
+
+
+def test_sessions_go_where_a_core_of_its_own_stands_still(tiny_path, monkeypatch):
+    """It says nothing then: the steps are those in which it was waited for."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setattr(EngineCore, "footprint", lambda self, length: 1)  # less than they take
+    monkeypatch.setattr("genlm.vllm.internals.LIVENESS", 0.1)
+    lm = AsyncVirtualLM.from_name(tiny_path, engine_opts=SMALL, cache_size=0)
+    with lm, capture_logs() as logs:
+        for first in range(12):  # each of about 100 tokens, and the cache holds 864
+            row = lm.next_token_logprobs_sync([first, *range(100)])
+            assert float(row.logsumexp(0)) == pytest.approx(0, abs=1e-3)
+    assert "vllm.stood_still" in {line["event"] for line in logs}
 
 
 @pytest.mark.parametrize("workers", [1, 2])

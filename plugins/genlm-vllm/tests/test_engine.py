@@ -17,7 +17,7 @@ from genlm.conformance.declaration import failing_forward
 from genlm.core.errors import EngineDeadError, EngineError, InvalidOptionError, UnsupportedError
 from genlm.core.types import Query, SamplingParams, ScoreRequest
 from genlm.vllm import in_flight
-from genlm.vllm.internals import logits_processor_interfaces
+from genlm.vllm.internals import EngineCore, logits_processor_interfaces
 from genlm.vllm.scoring import worth_scoring
 from tests.adapter_outcomes import reference_rows
 
@@ -91,9 +91,10 @@ def test_prompts_that_are_computed_side_by_side_share_no_room(load_briefly, monk
         engine.computes(*((*text(seed, 170), last) for last in range(2)))
 
 
-def test_sessions_go_where_vllm_stands_still(engine, monkeypatch):
+def test_sessions_go_where_vllm_stands_still(load_briefly, monkeypatch):
     """Because they hold more of its cache than was counted."""
-    monkeypatch.setattr(engine._sessions, "_capacity", 10**9)
+    monkeypatch.setattr(EngineCore, "footprint", lambda self, length: 1)
+    engine = load_briefly()
     with capture_logs() as logs:
         engine.computes(*(text(seed, 100) for seed in range(12)))
     assert "vllm.stood_still" in {line["event"] for line in logs}

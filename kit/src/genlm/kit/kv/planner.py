@@ -68,8 +68,9 @@ class Planner(Generic[A]):
         return min(self.tree.start_of(sequence)[1], sequence.latest_start)
 
     def together(self) -> Together[Any]:
-        """What further sequences cost in a batch with these."""
-        return Together(self._worth.each)
+        """What further sequences cost in a batch with these, at the most: what several of them
+        would save together is not counted."""
+        return Together(self._worth.waiting)
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -251,7 +252,7 @@ class Planner(Generic[A]):
         if sum(new) - max(new, default=0) < self._worth.waiting or max(new) < self._worth.each:
             return batch, {}  # nobody would wait for one of these
         followers: dict[int, list[tuple[Placement[A], int]]] = {}
-        together: Together[int] = self.together()
+        together: Together[int] = Together(self._worth.each)
         # The longest leads: it may have others in it.
         for placement in sorted(batch, key=lambda one: -one.sequence.length):
             leader, common = together.leader(placement.sequence, placement.start)

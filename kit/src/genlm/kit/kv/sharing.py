@@ -128,26 +128,26 @@ class Together(Generic[T]):
     """Sequences that are computed together, and what one more would cost.
 
     Args:
-        each: See :class:`Worth`; infinite if none waits for another.
+        least: A sequence waits for another one for at least so many tokens; infinite if none does.
     """
 
-    def __init__(self, each: float) -> None:
-        self._each = each
+    def __init__(self, least: float) -> None:
+        self._least = least
         self._index: PrefixIndex[bytes, T] = PrefixIndex()
 
     def add(self, sequence: TokenSequence, known: int, value: T) -> None:
         """Compute this sequence, of which so many leading tokens are there, with the others."""
-        if sequence.length - known >= self._each:  # else it computes too little for others
+        if sequence.length - known >= self._least:  # else it computes too little for others
             self._index.add(sequence.key, value)
 
     def leader(self, sequence: TokenSequence, known: int) -> tuple[T | None, int]:
         """Which of them a sequence may wait for, if any, and how many of its leading tokens it then
         need not compute; ``known`` of these are already there."""
-        if sequence.latest_start - known < self._each:
+        if sequence.latest_start - known < self._least:
             return None, known
         nearest, common = self._index.nearest(sequence.key)
         shared = min(tokens_in(common), sequence.latest_start)
-        if nearest is None or shared - known < self._each:
+        if nearest is None or shared - known < self._least:
             return None, known
         return self._index[nearest], shared
 
