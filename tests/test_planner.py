@@ -35,7 +35,7 @@ from genlm.kit.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Re
 from genlm.kit.kv.placement import Placement
 from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sequence import TokenSequence
-from genlm.kit.kv.sharing import Worth
+from genlm.kit.kv.sharing import Together, Worth
 from genlm.kit.prefixes import key_of, length_of
 from genlm.kit.segments import Row, Segment, Trunk
 
@@ -178,11 +178,15 @@ class PlannerMachine(RuleBasedStateMachine):
         budget=st.sampled_from([0, 1, 7, 40, 100, 300, 1000, 5000, 20_000, 10**9]),
         aside=st.sampled_from([None, None, None, 0, 50, 3000]),
         shares=st.sampled_from([True, True, True, False]),
+        nests=st.booleans(),
         seed=st.integers(0, 2**32),
     )
-    def begin(self, worth: Worth, budget: int, aside: int | None, shares: bool, seed: int) -> None:
+    def begin(
+        self, worth: Worth, budget: int, aside: int | None, shares: bool, nests: bool, seed: int
+    ) -> None:
         self.table = Cells(budget, aside)
-        self.planner: Planner[Wanted] = Planner(self.table, worth, shares)
+        self.planner: Planner[Wanted] = Planner(self.table, worth, shares, nests)
+        self.nests = nests
         self.bounded = budget if aside is None else None
         self.long = worth.step == Worth().step
         self.random = random.Random(seed)
@@ -262,7 +266,8 @@ class PlannerMachine(RuleBasedStateMachine):
                 self._settle(batch, fate)
             if fate in ("is lost", "table", "cannot blank"):
                 return
-            done = {one.index for one in batch}
+            done = [one.index for whole in batch for one in (whole, *whole.inside)]
+            assert len(done) == len({*done})
             left = [one for at, one in enumerate(left) if at not in done]
 
     @contextmanager
@@ -292,6 +297,11 @@ class PlannerMachine(RuleBasedStateMachine):
             cells = cells_of(one.sequence.key)
             assert 0 <= one.start <= one.sequence.latest_start
             assert self.table.read(one.end, one.start) == cells[: one.start]
+            assert self.nests or not one.inside
+            for inner in one.inside:
+                assert cells[: inner.sequence.length] == cells_of(inner.sequence.key)
+                assert one.start <= inner.sequence.latest_start
+                assert not inner.inside
         for one in batch:
             cells = cells_of(one.sequence.key)
             stop = one.start
@@ -322,8 +332,8 @@ class PlannerMachine(RuleBasedStateMachine):
         cut = {one.row for one in broken if one.continued}  # of what it held, some is lost
         self.planner.commit(good)
         for one in good:
-            if one.kept or one.found not in cut:
-                assert self.planner.known(one.sequence) == one.sequence.latest_start
+            for each in (one, *one.inside) if one.kept or one.found not in cut else ():
+                assert self.planner.known(each.sequence) == each.sequence.latest_start
 
     def _give_up_in_vain(self, batch: Sequence[Placement[Wanted]]) -> None:
         """Where a row stays as it is, all are dropped."""
@@ -419,9 +429,15 @@ def test_any_sequence_of_plans_keeps_what_it_says() -> None:
 class Kept(Planner[Wanted]):
     """One whose cells can be written."""
 
-    def __init__(self, budget: int, worth: Worth = WORTHS[2], aside: int | None = None) -> None:
+    def __init__(
+        self,
+        budget: int,
+        worth: Worth = WORTHS[2],
+        aside: int | None = None,
+        nests: bool = False,
+    ) -> None:
         self.cells = Cells(budget, aside)
-        super().__init__(self.cells, worth)
+        super().__init__(self.cells, worth, nests=nests)
 
 
 def ask(planner: Kept, *contexts: Sequence[int]) -> None:
@@ -571,6 +587,50 @@ def test_all_that_wait_are_counted() -> None:
     kept.abandon()
     kept.clear()
     assert [one.trunk for one in kept.place(asked[:8])] == [None]
+
+
+def test_what_another_sequence_begins_with_is_inside_of_it() -> None:
+    text, other = [1, 2, 3, 4, 5], [1, 2, 9]
+    asked = [Wanted(text[:3]), Wanted(other), Wanted(text), Wanted(text[:2]), Wanted([1], 7)]
+    batch = Kept(budget=1000, worth=Worth(), nests=True).place(asked)
+    inside = {whole.index: [one.index for one in whole.inside] for whole in batch}
+    assert inside == {1: [], 2: [0, 3], 4: []}, "the last is of another adapter"
+    apart = Kept(budget=1000, worth=Worth()).place(asked)
+    assert [whole.index for whole in apart] == [0, 1, 2, 3, 4]
+
+
+def test_a_known_sequence_is_not_inside_of_one_that_starts_behind_it() -> None:
+    """Its last position would be computed for nobody."""
+    kept = Kept(budget=1000, nests=True)
+    ask(kept, [1, 2, 3])
+    ask(kept, [1, 2, 3, 4, 5])
+    asked = [Wanted([1, 2, 3]), Wanted([1, 2, 3, 4, 5, 6, 7]), Wanted([1, 2, 3, 4, 5, 6])]
+    batch = kept.place(asked)
+    assert [(one.index, one.start, len(one.inside)) for one in batch] == [(0, 2, 0), (1, 5, 1)]
+
+
+def test_what_is_inside_waits_with_the_one_that_it_is_inside_of() -> None:
+    kept = Kept(budget=10_000, worth=Worth(), nests=True)
+    start = [*range(100)]
+    asked = [Wanted([*start, at, at][:length]) for at in (7, 8, 9) for length in (101, 102)]
+    rounds = []
+    for batch in kept.batches(asked):
+        rounds.append({whole.index: [one.index for one in whole.inside] for whole in batch})
+        kept.commit(batch)
+    assert rounds == [{1: [0]}, {3: [2], 5: [4]}]
+
+
+@pytest.mark.parametrize("least", [40, 1024])
+def test_what_is_inside_of_another_costs_a_step_nothing(least: int) -> None:
+    together: Together[str] = Together(least, nests=True)
+    text = [*range(20)]
+    together.add(Wanted(text), 4, "text")
+    assert together.leader(Wanted(text[:9]), 4) == ("text", 9)
+    assert together.leader(Wanted([*text, 1, 2]), 4) == ("text", 20)
+    assert together.leader(Wanted([*text[:19], 1, 2]), 4) == (None, 4), "too few to wait for"
+    assert together.leader(Wanted(text[:4]), 3) == (None, 3), "it is known but for its last token"
+    together.add(Wanted(text[:18]), 17, "one token")
+    assert together.leader(Wanted([*text[:18], 99]), 4) == (None, 4), "no key is made of that"
 
 
 @pytest.mark.parametrize("call", ["place", "pin"])

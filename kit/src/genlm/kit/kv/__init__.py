@@ -13,7 +13,7 @@ of all trunks.
 **Who decides what.**
 
 - :class:`~genlm.kit.kv.planner.Planner`: where sequences start, which of them wait for
-  another one of their batch, and what is copied, shared and pinned.
+  another one of their batch or are computed with it, and what is copied, shared and pinned.
 - :class:`~genlm.kit.kv.trunks.Trunks`: which positions of rows become trunks.
 - :class:`~genlm.kit.kv.room.Room`: what is dropped when the budget is spent, and how large
   the table is.

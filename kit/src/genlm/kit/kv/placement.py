@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from genlm.kit.kv.sequence import TokenSequence
@@ -27,6 +29,8 @@ class Placement(Generic[A]):
         base: The first position of its first new segment, or of the row that is continued.
         source: What positions ``base`` to ``start`` are copied from.
         cut: Where the new trunk stops; ``base`` if there is none.
+        inside: Sequences that this one begins with, and whose wanted positions are all computed for
+            it: their rows are read there, and nothing else is done for them.
     """
 
     row: Row | None = None
@@ -36,6 +40,7 @@ class Placement(Generic[A]):
     base = 0
     source: Segment | None = None
     cut = 0
+    inside: Sequence[Placement[A]] = ()
 
     def __init__(
         self, index: int, sequence: A, found: Segment | None = None, shared: int = 0
@@ -56,6 +61,11 @@ class Placement(Generic[A]):
         """Whether it takes a new row."""
         return not self.continued and self.cut < self.sequence.length
 
+    def computes(self, other: Placement[A]) -> bool:
+        """Whether all wanted positions of a sequence that this one begins with are among those to
+        compute for it."""
+        return self.start <= other.sequence.latest_start
+
     def below(self) -> Segment | None:
         """The segment that holds the position before the first one to compute."""
         below = self.found
@@ -74,3 +84,23 @@ class Placement(Generic[A]):
         if row is not None and start < stop:
             found.append((row, start, stop))
         return found
+
+
+def nested(batch: Sequence[Placement[A]]) -> list[Placement[A]]:
+    """The placements without those that are inside of others, which then have them."""
+    alike: defaultdict[tuple[int, Segment | None, int], list[Placement[A]]] = defaultdict(list)
+    for one in batch:  # what one begins with has as much in common with what is known
+        alike[one.sequence.version, one.found, one.shared].append(one)
+    within = set[Placement[A]]()
+    for some in alike.values():
+        if len(some) == 1:
+            continue
+        some.sort(key=lambda one: one.sequence.key, reverse=True)
+        whole, *others = some
+        for one in others:  # right behind those that begin with it
+            if whole.sequence.key.startswith(one.sequence.key) and whole.computes(one):
+                whole.inside = [*whole.inside, one]
+                within.add(one)
+            else:
+                whole = one
+    return [one for one in batch if one not in within] if within else [*batch]

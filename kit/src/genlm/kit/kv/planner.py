@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 from genlm.core.errors import PluginError
 from genlm.kit.kv.commands import Blank, Copy, Fork, NewTrunk, Table
 from genlm.kit.kv.history import noted
-from genlm.kit.kv.placement import Placement
+from genlm.kit.kv.placement import Placement, nested
 from genlm.kit.kv.room import Needs, Room
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Together, Worth, best_cut
@@ -41,15 +41,20 @@ class Planner(Generic[A]):
         table: Carries out commands.
         worth: The numbers for decisions on sharing.
         shares: Whether prefixes may be shared; else every context has its own row.
+        nests: Whether the engine gives rows for what is ``inside`` of a placement; else every
+            sequence is computed by itself.
 
     Attributes:
         tree: What is kept.
     """
 
-    def __init__(self, table: Table, worth: Worth | None = None, shares: bool = True) -> None:
+    def __init__(
+        self, table: Table, worth: Worth | None = None, shares: bool = True, nests: bool = False
+    ) -> None:
         self._table = table = noted(table)
         self._worth = worth or Worth()
         self._shares = shares
+        self._nests = nests
         self.tree = Tree()
         self._room = Room(self.tree, table, self._worth)
         self._trunks = Trunks(self.tree, self._room, table, self._worth)
@@ -70,7 +75,7 @@ class Planner(Generic[A]):
     def together(self) -> Together[Any]:
         """What further sequences cost in a batch with these, at the most: what several of them
         would save together is not counted."""
-        return Together(self._worth.waiting)
+        return Together(self._worth.waiting, self._nests)
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -84,7 +89,7 @@ class Planner(Generic[A]):
         """
         left: Sequence[int] = range(len(sequences))
         while left and (batch := self.place(sequences, left)):
-            placed = {placement.index for placement in batch}
+            placed = {one.index for placement in batch for one in (placement, *placement.inside)}
             left = [at for at in left if at not in placed]
             yield batch
         if left:
@@ -113,6 +118,9 @@ class Planner(Generic[A]):
 
         def again(some: Sequence[Placement[A]]) -> list[Placement[A]]:
             planned = self._located(sequences, [placement.index for placement in some])
+            for new, old in zip(planned, some, strict=True):
+                if old.inside:
+                    new.inside = [one for one in old.inside if new.computes(one)]
             self._plan(planned, cuts)
             return planned
 
@@ -128,6 +136,7 @@ class Planner(Generic[A]):
                 return batch
             if len(batch) == 1:  # not even with its own source: start from nothing
                 alone = Placement(batch[0].index, batch[0].sequence)
+                alone.inside = batch[0].inside
                 if (found := batch[0].found) is not None and found.pinned:
                     alone.kept = batch[0].kept  # what is pinned stays where it is
                 if self._shares and alone.sequence.length >= self._worth.trunk:
@@ -245,10 +254,13 @@ class Planner(Generic[A]):
     def _leaders(
         self, batch: list[Placement[A]]
     ) -> tuple[list[Placement[A]], dict[int, list[int]]]:
-        """The sequences to compute now; the others wait, because one of these computes much of what
-        they need. For some of them, by index, also how many leading tokens each sequence that waits
-        for it shares."""
+        """The sequences to compute now; the others are inside of one of these, or wait, because one
+        of these computes much of what they need. For some of them, by index, also how many leading
+        tokens each sequence that waits for it shares."""
         new = [one.sequence.length - one.start for one in batch]
+        if self._nests and max(new, default=0) > 1:
+            batch = nested(batch)
+            new = [one.sequence.length - one.start for one in batch]
         if sum(new) - max(new, default=0) < self._worth.waiting or max(new) < self._worth.each:
             return batch, {}  # nobody would wait for one of these
         followers: dict[int, list[tuple[Placement[A], int]]] = {}

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from attrs import frozen
 
 from genlm.kit.kv.sequence import TokenSequence
-from genlm.kit.prefixes import PrefixIndex, shared_length, tokens_in
+from genlm.kit.prefixes import PrefixIndex, length_of, shared_length, tokens_in
 from genlm.kit.segments import Row, Trunk
 
 T = TypeVar("T")
@@ -129,27 +129,36 @@ class Together(Generic[T]):
 
     Args:
         least: A sequence waits for another one for at least so many tokens; infinite if none does.
+        nests: Whether two, of which one begins with the other, are computed at once in any case.
     """
 
-    def __init__(self, least: float) -> None:
-        self._least = least
-        self._index: PrefixIndex[bytes, T] = PrefixIndex()
+    def __init__(self, least: float, nests: bool = False) -> None:
+        self._least, self._nests = least, nests
+        # Of sequences that compute fewer, no key is made: it would take as long as they are.
+        self._new = min(least, 2) if nests else least
+        self._index: PrefixIndex[bytes, tuple[T, int]] = PrefixIndex()
 
     def add(self, sequence: TokenSequence, known: int, value: T) -> None:
         """Compute this sequence, of which so many leading tokens are there, with the others."""
-        if sequence.length - known >= self._least:  # else it computes too little for others
-            self._index.add(sequence.key, value)
+        if sequence.length - known >= self._new:  # else it computes too little for others
+            self._index.add(sequence.key, (value, known))
 
     def leader(self, sequence: TokenSequence, known: int) -> tuple[T | None, int]:
         """Which of them a sequence may wait for, if any, and how many of its leading tokens it then
-        need not compute; ``known`` of these are already there."""
-        if sequence.latest_start - known < self._least:
+        need not compute; ``known`` of these are already there. None of them where it is inside of
+        that one."""
+        if sequence.length - known < self._new:
             return None, known
         nearest, common = self._index.nearest(sequence.key)
-        shared = min(tokens_in(common), sequence.latest_start)
-        if nearest is None or shared - known < self._least:
+        if nearest is None:
             return None, known
-        return self._index[nearest], shared
+        value, start = self._index[nearest]
+        shared = tokens_in(common)
+        inside = shared == sequence.length and start < shared
+        if self._nests and shared > known and (inside or shared == length_of(nearest)):
+            return value, shared
+        shared = min(shared, sequence.latest_start)
+        return (value, shared) if shared - known >= self._least else (None, known)
 
 
 #: Rows on the same trunk, in the order of their keys, and how many first positions each two

@@ -104,7 +104,11 @@ class Schedule(Generic[R]):
             if chosen.takes(one):
                 continue
             if self._divisible(one, chosen):
-                return self._chunk(one, chosen)
+                chunk = self._chunk(one, chosen)
+                for other in left[turn + 1 :]:
+                    if chunk is not None and other.length <= chunk.length:
+                        chosen.takes(other)  # if it is inside of the chunk
+                return chunk
             if turn == 0:
                 chosen.take(one)
             return None
@@ -122,7 +126,10 @@ class Schedule(Generic[R]):
             return None  # not worth it; the next time it is first
         stop = sequence.length - chosen.cost(sequence) + chosen.room
         self._begun = sequence, stop
-        return TokenSequence(sequence.tokens.first(stop), sequence.adapter)
+        chunk = TokenSequence(sequence.tokens.first(stop), sequence.adapter)
+        chosen.computes(chunk, chosen.known[sequence])
+        chosen.room = 0
+        return chunk
 
 
 class _Chosen:
@@ -159,4 +166,8 @@ class _Chosen:
         """Choose a sequence."""
         self.room -= self.cost(sequence)
         self.sequences[sequence] = None
-        self._together.add(sequence, self.known[sequence], sequence)
+        self.computes(sequence, self.known[sequence])
+
+    def computes(self, sequence: TokenSequence, known: int) -> None:
+        """The step computes this, of which so many leading tokens are known."""
+        self._together.add(sequence, known, sequence)

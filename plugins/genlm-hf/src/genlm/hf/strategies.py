@@ -71,8 +71,14 @@ class Computed:
     flags: list[torch.Tensor]
 
     def broken(self) -> set[int]:
-        """The sequences with a row of nan; the device is waited for, if it still computes."""
-        return {self.owners[at] for at in torch.cat(self.flags).nonzero().flatten().tolist()}
+        """The sequences with a row of nan, also of what is inside; the device is waited for, if it
+        still computes."""
+        nan = {self.owners[at] for at in torch.cat(self.flags).nonzero().flatten().tolist()}
+        return {
+            whole.index
+            for whole in (self.placed if nan else ())
+            if any(one.index in nan for one in (whole, *whole.inside))
+        }
 
 
 @define(eq=False)
@@ -210,7 +216,7 @@ class InRows(Strategy):
             if not batch:
                 yield from self.plain(sequences, left)
                 return
-            placed = {one.index for one in batch}
+            placed = {one.index for whole in batch for one in (whole, *whole.inside)}
             left = [at for at in left if at not in placed]
             done = Computed(batch, [], [])
             for result in self.forwards(batch):
@@ -274,12 +280,12 @@ class Uniform(InRows):
 def _forward(run: Run, parts: Iterable[Part]) -> Result:
     """One forward over parts of sequences."""
     pieces = [
-        (one.index, one.sequence, segment, first, last)
+        (one, one.sequence, segment, first, last)
         for one, start, stop in parts
         for segment, first, last in one.segments(start, stop)
     ]
     pieces.sort(key=_place)
-    indices, sequences, segments, starts, stops = zip(*pieces, strict=True)
+    placed, sequences, segments, starts, stops = zip(*pieces, strict=True)
     chunks = Chunks(zip(segments, starts, stops, strict=True))
     tokens = [
         token
@@ -288,16 +294,21 @@ def _forward(run: Run, parts: Iterable[Part]) -> Result:
     ]
     kept = [*map(max, [sequence.latest_start for sequence in sequences], starts)]
     counts = [*map(max, map(sub, stops, kept), repeat(0))]
-    owners = chain.from_iterable(map(repeat, indices, counts))
+    owners = chain.from_iterable(map(repeat, [one.index for one in placed], counts))
     positions = ranges(map(sub, stops, counts), stops)
     places = ranges(map(sub, chunks.ends, counts), chunks.ends)
-    wanted = sorted(zip(owners, positions, places, strict=True))
+    wanted = [*zip(owners, positions, places, strict=True)]
+    for at, other in [(at, other) for at, one in enumerate(placed) for other in one.inside]:
+        first = max(other.sequence.latest_start, starts[at])
+        last, before = min(other.sequence.length, stops[at]), chunks.ends[at] - stops[at]
+        wanted += [(other.index, position, before + position) for position in range(first, last)]
+    wanted.sort()
     adapters = [sequence.adapter for sequence in sequences]
     logits = run(chunks, tokens, adapters, [place for *_, place in wanted])
     return Result([index for index, *_ in wanted], logits)
 
 
-def _place(piece: tuple[int, TokenSequence, Segment, int, int]) -> int:
+def _place(piece: tuple[Placed, TokenSequence, Segment, int, int]) -> int:
     """Rows by slot, so that neighbours are read without a copy; then trunks."""
     segment = piece[2]
     return segment.slot if isinstance(segment, Row) else sys.maxsize
@@ -382,5 +393,7 @@ def strategy_for(reuse: Reuse, runner: Runner, max_tokens: int, budget: int) -> 
     shares = reuse is Reuse.SHARED
     waiting = max(WORTH.waiting, costs.forward)
     worth = evolve(WORTH, waiting=waiting, plenty=costs.plenty)
-    planner: Planner[TokenSequence] = Planner(PoolTable(runner.pool, budget), worth, shares)
+    planner: Planner[TokenSequence] = Planner(
+        PoolTable(runner.pool, budget), worth, shares, nests=True
+    )
     return (Uniform if reuse is Reuse.UNIFORM else Packed)(runner, max_tokens, planner)

@@ -1,0 +1,153 @@
+"""Contexts that others of the same step begin with: their rows are read from the forward of those,
+and cost no tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import BloomConfig, DeepseekV3Config, LlamaConfig, MistralConfig, PretrainedConfig
+
+from genlm.core import Adapter, Query
+from genlm.hf import strategies
+from genlm.hf.costs import COSTS, Costs
+from genlm.hf.strategies import Computed
+from genlm.kit.kv.placement import Placement
+from genlm.kit.kv.sequence import TokenSequence
+from genlm.kit.kv.sharing import Worth
+from tests.engines import add_lora, rows_of
+
+from .models import beside, draw, proven
+from .shapes import LATENT, SHAPE, TOKENS
+
+pytestmark = pytest.mark.any_version
+
+#: Any chunks in one forward, also where windows end within one; the same without trunks; and
+#: forwards of equal lengths alone.
+CONFIGS = {
+    "shared": LlamaConfig(**SHAPE),
+    "windows": MistralConfig(**SHAPE, sliding_window=7),
+    "packed": DeepseekV3Config(**LATENT),
+    "uniform": BloomConfig(
+        vocab_size=TOKENS, hidden_size=32, n_layer=2, n_head=4, bos_token_id=256, eos_token_id=256
+    ),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("chunk", [16, 4096], ids=["in several forwards", "in one"])
+def test_all_that_a_text_begins_with_costs_as_much_as_the_text(
+    config: PretrainedConfig, chunk: int
+) -> None:
+    (text,) = draw(1, 40)
+    prefixes = [text[:length] for length in range(1, len(text) + 1, 3)]
+    model = proven(config, max_batch_tokens=chunk)
+    model.check(*prefixes[::-1])
+    assert sum(model.forwards) == len(text)
+    model.forwards.clear()
+    model.check(*[(*prefix, 7) for prefix in prefixes[:10:3]])  # which go on from within it
+    assert sum(model.forwards) == 4
+
+
+@pytest.mark.parametrize("costs", [COSTS["cpu"], Costs()], ids=["on a CPU", "elsewhere"])
+def test_a_step_answers_all_that_its_tokens_are_enough_for(
+    costs: Costs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All prefixes of a text together are many times as long as that, and no more to compute."""
+    monkeypatch.setitem(COSTS, "cpu", costs)
+    (text,) = draw(1, 60)
+    model = proven(LlamaConfig(**SHAPE), max_batch_tokens=64)
+    assert len(model.step(*[text[:length] for length in range(1, 61)])) == 60
+    assert model.forwards == [60]
+
+
+def test_drafts_of_particles_cost_their_tokens() -> None:
+    model = proven(LlamaConfig(**SHAPE))
+    particles = draw(6, 20)
+    model.check(*particles)
+    for step in range(4):
+        drafts = draw(6, 5, seed=step)
+        model.forwards.clear()
+        model.check(
+            *[
+                (*particle, *draft[:length])
+                for particle, draft in zip(particles, drafts, strict=True)
+                for length in range(6)
+                if step or length  # their own rows are there at first
+            ]
+        )
+        assert model.forwards == [6 * (5 + bool(step))]
+        particles = [
+            (*particle, *draft[:at], 9)
+            for at, (particle, draft) in enumerate(zip(particles, drafts, strict=True))
+        ]
+
+
+def test_rows_from_within_a_trunk_and_the_row_on_it() -> None:
+    model = proven(LlamaConfig(**SHAPE))
+    (text,) = draw(1, 600)
+    model.check(*draw(1, 640, seed=2))  # the length that is compared with a cold row
+    model.forwards.clear()
+    longer = [(*text, *tail) for tail in draw(4, 30, seed=1)]
+    inside = [text[:length] for length in (1, 333, 599, 600)]
+    model.check(*longer, *inside, longer[0][:601], longer[3][:617])
+    assert sum(model.forwards) <= 600 + 4 * 30 + 20
+    model.check(*[(*one, 5) for one in (*inside, *longer)])
+
+
+def test_scores_inside_of_scores() -> None:
+    model = proven(LlamaConfig(**SHAPE))
+    (context,) = draw(1, 20)
+    tails = [(1,), (1, 2, 3), (1, 2, 3, 4, 5), (9, 9)]
+    model.check_scores(*[(context, tail) for tail in tails], ((*context, 1), (2, 8)))
+    assert model.forwards == [24 + 21], "of two sequences, without their last tokens"
+
+
+@pytest.mark.parametrize("worth", [Worth(), Worth(sharing=16, trunk=32)], ids=["rows", "trunks"])
+def test_of_another_adapter_nothing_is_inside(
+    worth: Worth, tiny: str, lora_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(strategies, "WORTH", worth)
+    base = [AutoModelForCausalLM.from_pretrained(tiny) for _ in range(2)]
+    adapted = peft.PeftModel.from_pretrained(base[1], lora_folders["a"]).eval()
+    model = beside(base[0], adapted)
+    adapter = Adapter("a", lora_folders["a"], 1)
+    add_lora(model.engine, adapter)
+    (text,) = draw(1, 100)
+    some = [text[:length] for length in (10, 50, 51, 100)]
+    given = rows_of(
+        model.engine, [Query(context, which) for context in some for which in (adapter, None)]
+    )
+    torch.testing.assert_close(given[::2], model.expected(*some), atol=1e-4, rtol=0)
+    with adapted.disable_adapter():
+        torch.testing.assert_close(given[1::2], model.expected(*some), atol=1e-4, rtol=0)
+
+
+def test_what_is_broken_has_a_row_from_within_that_is_no_number() -> None:
+    """All state of the context is dropped then, though its own row is right."""
+    whole, inside = (Placement(at, TokenSequence(range(n))) for at, n in ((2, 9), (0, 5)))
+    whole.inside = [inside]
+    sound = Placement(1, TokenSequence((7, 8)))
+    done = Computed([whole, sound], [0, 1, 2], [torch.tensor([True, False, False])])
+    assert done.broken() == {2}
+
+
+def test_memory_that_runs_out_within_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been answered is not computed again, and the rest in smaller parts."""
+    model = proven(LlamaConfig(**SHAPE), max_batch_tokens=16)
+    (text,) = draw(1, 40)
+    packed, calls = model.engine._runner.packed, []
+
+    def short(*args: Any) -> torch.Tensor:
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return packed(*args)
+
+    monkeypatch.setattr(model.engine._runner, "packed", short)
+    model.check(*[text[:length] for length in range(1, 41)])
+    assert len(calls) > 2
