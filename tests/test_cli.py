@@ -128,9 +128,10 @@ def test_an_interrupted_command_ends_as_shells_expect(monkeypatch):
     assert main(["backends"]) == 130
 
 
-def test_a_reader_that_has_seen_enough_is_told_nothing():
+@pytest.mark.parametrize("asked", ["backends", "--version"])
+def test_a_reader_that_has_seen_enough_is_told_nothing(asked):
     with subprocess.Popen(
-        [*GENLM, "backends"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*GENLM, asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         process.stdout.close()
         assert process.stderr.read() == b""

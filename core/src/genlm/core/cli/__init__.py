@@ -39,11 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     given = sys.argv[1:] if arguments is None else arguments
     first = next((word for word in given if not word.startswith("-")), None)
-    options = parser(first).parse_args(given)
+    options = argparse.Namespace(traceback=True)  # of what is no command's error
     try:
-        code = int(options.run(options))
-        sys.stdout.flush()
-        return code
+        try:
+            options = parser(first).parse_args(given)
+            return int(options.run(options))
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough: `genlm sample ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
