@@ -178,15 +178,11 @@ class PlannerMachine(RuleBasedStateMachine):
         budget=st.sampled_from([0, 1, 7, 40, 100, 300, 1000, 5000, 20_000, 10**9]),
         aside=st.sampled_from([None, None, None, 0, 50, 3000]),
         shares=st.sampled_from([True, True, True, False]),
-        nests=st.booleans(),
         seed=st.integers(0, 2**32),
     )
-    def begin(
-        self, worth: Worth, budget: int, aside: int | None, shares: bool, nests: bool, seed: int
-    ) -> None:
+    def begin(self, worth: Worth, budget: int, aside: int | None, shares: bool, seed: int) -> None:
         self.table = Cells(budget, aside)
-        self.planner: Planner[Wanted] = Planner(self.table, worth, shares, nests)
-        self.nests = nests
+        self.planner: Planner[Wanted] = Planner(self.table, worth, shares)
         self.bounded = budget if aside is None else None
         self.long = worth.step == Worth().step
         self.random = random.Random(seed)
@@ -266,7 +262,7 @@ class PlannerMachine(RuleBasedStateMachine):
                 self._settle(batch, fate)
             if fate in ("is lost", "table", "cannot blank"):
                 return
-            done = [one.index for whole in batch for one in (whole, *whole.inside)]
+            done = [index for one in batch for index in one.indices()]
             assert len(done) == len({*done})
             left = [one for at, one in enumerate(left) if at not in done]
 
@@ -297,7 +293,6 @@ class PlannerMachine(RuleBasedStateMachine):
             cells = cells_of(one.sequence.key)
             assert 0 <= one.start <= one.sequence.latest_start
             assert self.table.read(one.end, one.start) == cells[: one.start]
-            assert self.nests or not one.inside
             for inner in one.inside:
                 assert cells[: inner.sequence.length] == cells_of(inner.sequence.key)
                 assert one.start <= inner.sequence.latest_start
@@ -429,15 +424,9 @@ def test_any_sequence_of_plans_keeps_what_it_says() -> None:
 class Kept(Planner[Wanted]):
     """One whose cells can be written."""
 
-    def __init__(
-        self,
-        budget: int,
-        worth: Worth = WORTHS[2],
-        aside: int | None = None,
-        nests: bool = False,
-    ) -> None:
+    def __init__(self, budget: int, worth: Worth = WORTHS[2], aside: int | None = None) -> None:
         self.cells = Cells(budget, aside)
-        super().__init__(self.cells, worth, nests=nests)
+        super().__init__(self.cells, worth)
 
 
 def ask(planner: Kept, *contexts: Sequence[int]) -> None:
@@ -469,10 +458,11 @@ def test_a_context_may_take_the_whole_budget() -> None:
 
 
 def test_a_trunk_that_two_sequences_compute_is_kept_once() -> None:
-    """One of them wants so many rows that waiting saves nothing."""
+    """Both want so many rows that waiting saves nothing, and one wants those that are known."""
     kept = Kept(budget=1000)
     prompt = [1] * 20
-    whole, longer = Wanted(prompt, keep=20), Wanted([*prompt, 2, 3], keep=22)
+    ask(kept, prompt[:5])
+    whole, longer = Wanted(prompt, keep=20), Wanted([*prompt, 2, 3], keep=17)
     batch = kept.place([whole, longer, Wanted([*prompt, 4])])
     assert [one.trunk and one.trunk.stop for one in batch] == [20, 20]
     kept.commit(batch)
@@ -592,16 +582,14 @@ def test_all_that_wait_are_counted() -> None:
 def test_what_another_sequence_begins_with_is_inside_of_it() -> None:
     text, other = [1, 2, 3, 4, 5], [1, 2, 9]
     asked = [Wanted(text[:3]), Wanted(other), Wanted(text), Wanted(text[:2]), Wanted([1], 7)]
-    batch = Kept(budget=1000, worth=Worth(), nests=True).place(asked)
+    batch = Kept(budget=1000, worth=Worth()).place(asked)
     inside = {whole.index: [one.index for one in whole.inside] for whole in batch}
     assert inside == {1: [], 2: [0, 3], 4: []}, "the last is of another adapter"
-    apart = Kept(budget=1000, worth=Worth()).place(asked)
-    assert [whole.index for whole in apart] == [0, 1, 2, 3, 4]
 
 
 def test_a_known_sequence_is_not_inside_of_one_that_starts_behind_it() -> None:
     """Its last position would be computed for nobody."""
-    kept = Kept(budget=1000, nests=True)
+    kept = Kept(budget=1000)
     ask(kept, [1, 2, 3])
     ask(kept, [1, 2, 3, 4, 5])
     asked = [Wanted([1, 2, 3]), Wanted([1, 2, 3, 4, 5, 6, 7]), Wanted([1, 2, 3, 4, 5, 6])]
@@ -610,7 +598,7 @@ def test_a_known_sequence_is_not_inside_of_one_that_starts_behind_it() -> None:
 
 
 def test_what_is_inside_waits_with_the_one_that_it_is_inside_of() -> None:
-    kept = Kept(budget=10_000, worth=Worth(), nests=True)
+    kept = Kept(budget=10_000, worth=Worth())
     start = [*range(100)]
     asked = [Wanted([*start, at, at][:length]) for at in (7, 8, 9) for length in (101, 102)]
     rounds = []

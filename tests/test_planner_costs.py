@@ -60,7 +60,7 @@ class Meter:
 
 def cost(program: Program, budget: int) -> Cost:
     meter = Meter(budget)
-    planner: Planner[Wanted] = Planner(meter, nests=True)
+    planner: Planner[Wanted] = Planner(meter)
     batches = computed = most = 0
     for contexts in program:
         for batch in planner.batches([*{one.key: one for one in map(Wanted, contexts)}.values()]):

@@ -191,7 +191,7 @@ FAR = 20
 
 def sweep(family: str) -> Sweep:
     """Build a small model of a family, its thresholds at ``FAR`` tokens, and compare rows from kept
-    state, and scores, with cold ones on both sides of them."""
+    state, rows from within a longer context, and scores, with cold ones on both sides of them."""
     try:
         model = small_family(family, FAR)
     except Exception as error:
@@ -211,8 +211,13 @@ def sweep(family: str) -> Sweep:
     worst = 0.0
     with capture_logs() as events:
         for around in (FAR, 2 * FAR, 4 * FAR) if found else (FAR, 4 * FAR):
-            for stop in range(around - 2, min(around + 3, longest)):
-                batch = (whole[:stop], (*whole[: stop - 1], 3), other[: stop // 2])
+            stops = range(around - 2, min(around + 3, longest))
+            fresh = tuple(source.choices(range(SMALL_TOKENS - 4), k=longest))
+            nested = tuple(fresh[:stop] for stop in (1, around // 2, *stops))
+            batches = [
+                (whole[:stop], (*whole[: stop - 1], 3), other[: stop // 2]) for stop in stops
+            ]
+            for batch in (*batches, nested):
                 try:
                     cold = pair.expected(*batch)
                 except Exception as error:

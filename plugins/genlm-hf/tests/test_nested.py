@@ -18,8 +18,9 @@ from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Worth
 from tests.engines import add_lora, rows_of
 
-from .models import beside, draw, proven
+from .models import beside, draw, llama_config, proven, unproven
 from .shapes import LATENT, SHAPE, TOKENS
+from .test_families import RWKV
 
 pytestmark = pytest.mark.any_version
 
@@ -60,6 +61,32 @@ def test_a_step_answers_all_that_its_tokens_are_enough_for(
     model = proven(LlamaConfig(**SHAPE), max_batch_tokens=64)
     assert len(model.step(*[text[:length] for length in range(1, 61)])) == 60
     assert model.forwards == [60]
+
+
+def test_a_model_without_state_computes_the_longest_alone() -> None:
+    (text,), (other,) = draw(1, 40), draw(1, 30, seed=1)
+    model = proven(RWKV)
+    model.check(*[text[:length] for length in range(1, 41)], other)
+    assert model.forwards == [2 * 40]
+    model.forwards.clear()
+    model.check_scores(*[(text[:length], text[length : length + 3]) for length in (5, 9, 20)])
+    assert model.forwards == [22]
+
+
+def test_beyond_the_length_to_which_a_model_keeps_state_each_is_computed_by_itself() -> None:
+    """There what one forward gives at a place is not the row of the context that ends there; and a
+    step counts all of their tokens."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = llama_config(max_position_embeddings=24, rope_parameters=rope)
+    model = unproven(config, max_batch_tokens=128)
+    (text,) = draw(1, 40)
+    left = {text[:length] for length in range(20, 41, 2)}
+    new = [*left]
+    while left:
+        left -= model.step(*new)
+        assert sum(model.forwards) <= 128 + 24
+        model.forwards.clear()
+        new = []
 
 
 def test_drafts_of_particles_cost_their_tokens() -> None:

@@ -59,7 +59,52 @@ def test_what_several_begin_with_is_computed_once(model: Any) -> None:
     assert model.forwards == [39, *further(model, 4, 3)]
     model.forwards.clear()
     model.check(other, (*other, 1, 2, 3), (*other, 1, 2), (*other, 1), (*prompt, 20, 5, 7))
-    assert sorted(model.forwards) == [1, 1, 1, 1, 60]  # itself asked for
+    # Itself asked for; rows on the way to the longest are read there.
+    assert sorted(model.forwards) == sorted([1, 60, *further(model, 1, 3)])
+
+
+def test_rows_on_the_way_to_another_are_read_there(model: Any) -> None:
+    (text,) = draw(1, 40)
+    model.check(*[text[:length] for length in range(1, 41)])
+    assert model.forwards == [40]
+    model.forwards.clear()
+    model.check((*text[:20], 5), (*text[:32], 5))  # there are no snapshots of these
+    model.check(*[(*text, 1, 2, 3, 4)[:length] for length in (40, 41, 43, 44)])
+
+
+def test_a_long_way_is_not_worth_the_forward_that_it_saves(model: Any) -> None:
+    (text,) = draw(1, 80)
+    model.check(text, text[:40])
+    if model.engine.reuse is Reuse.STEPWISE:  # it is computed whole in any case
+        assert model.forwards == [40, 80]
+    else:
+        assert model.forwards == [40, 40]
+    model.forwards.clear()
+    model.check((*text[:40], 5))
+    assert model.forwards == [1]
+
+
+@pytest.mark.parametrize("costs", [COSTS["cpu"], Costs()], ids=["on a CPU", "elsewhere"])
+def test_drafts_of_particles(costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes on from another place of its draft. Nothing is computed again for ever."""
+    monkeypatch.setitem(COSTS, "cpu", costs)
+    model = proven(LFM2)
+    particles = draw(16, 20)
+    for step in range(8):
+        drafts = draw(16, 4, seed=step)
+        model.forwards.clear()
+        (model.check if step > 5 else model.ask)(
+            *[
+                (*particle, *draft[:length])
+                for particle, draft in zip(particles, drafts, strict=True)
+                for length in range(5)
+            ]
+        )
+        if step:
+            ideal, place_by_place = 16 * 5, 16 * 5 + 5 * costs.forward
+            assert ideal <= sum(model.forwards) <= 2 * place_by_place
+        particles = [(*ids, *draft[:2], 9) for ids, draft in zip(particles, drafts, strict=True)]
+    assert len(model.forwards) <= 2
 
 
 def test_what_leaves_a_known_context_is_computed_once_more(model: Any) -> None:
@@ -169,8 +214,8 @@ def test_scores_of_continuations(model: Any) -> None:
     model.ask(context[:-1])
     model.forwards.clear()
     model.check_scores(*((context, tail) for tail in ((1, 2), (1, 3), (4,), range(9))))
-    at_once = [4, 1, 9]
-    stepwise = [2, 2, 1, 48]  # two tokens each one at a time, together; one; a whole
+    at_once = [2, 9]  # one continuation begins with two of the others
+    stepwise = [1, 1, 48]  # two tokens one at a time; a whole
     assert model.forwards == (stepwise if model.engine.reuse is Reuse.STEPWISE else at_once)
 
 

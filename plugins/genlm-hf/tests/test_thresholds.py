@@ -64,6 +64,9 @@ def test_rows_and_scores_on_both_sides_of_a_threshold(family: str) -> None:
             model.check(whole[:stop], (*whole[: stop - 1], 3), other[: stop // 2])
         model.check((*whole[: around // 2], 5), (*whole[: around + 2], 5, 6), other[: around + 7])
     model.check(whole)
+    (text,) = draw(1, 3 * LENGTH, seed=1)
+    stops = (1, 7, LENGTH - 1, LENGTH, LENGTH + 1, 2 * LENGTH, 3 * LENGTH)
+    model.check(*[text[:stop] for stop in stops])  # together
     spans = (
         (1, LENGTH),
         (3, 3 * LENGTH),

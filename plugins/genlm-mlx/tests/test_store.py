@@ -52,6 +52,42 @@ def test_a_step_costs_one_token_per_context_and_a_newcomer_its_own(either: Tried
     assert sum(either.ask(*[(*key, 1) for key in keys], newcomer)) == 20 + 6
 
 
+@pytest.mark.parametrize("step_size", [16, 2048])
+def test_all_that_a_text_begins_with_costs_as_much_as_the_text(
+    folders: Folders, step_size: int
+) -> None:
+    llama = Tried(folders("llama"), Store, step_size=step_size)
+    text, other = keys_of(2, 300)
+    prefixes = [text[: 1 + length] for length in range(1, 301)]
+    forwards = llama.ask(*prefixes, other[:20])
+    assert sum(forwards) == 300 + 19
+    assert max(forwards) <= 128
+    assert sum(llama.ask(*[(*prefix, 7) for prefix in prefixes[:250:50]])) == 5
+
+
+def test_drafts_cost_their_tokens(llama: Tried) -> None:
+    particles = keys_of(4, 20)
+    llama.ask(*particles)
+    for step in range(3):
+        drafts = [tokens_of(4, seed=10 * step + at) for at in range(4)]
+        places = [
+            (*particle, *draft[:length])
+            for particle, draft in zip(particles, drafts, strict=True)
+            for length in range(5)
+            if step or length
+        ]
+        assert llama.ask(*places) == [4 * (4 + bool(step))]
+        particles = [
+            (*particle, *draft[:at], 9)
+            for at, (particle, draft) in enumerate(zip(particles, drafts, strict=True))
+        ]
+
+
+def test_few_rows_of_a_long_text(llama: Tried) -> None:
+    (text,) = keys_of(1, 500)
+    assert sum(llama.ask(text, text[:401], text[:403], text[:31])) == 500
+
+
 def test_forks_continue_from_their_parent_and_the_others_stay_known(either: Tried) -> None:
     keys = keys_of(8, 20)
     either.ask(*keys)

@@ -76,11 +76,12 @@ class States:
                 some = [one for one in batch if one.sequence.version == version]
                 rows |= self._forward(self._networks[version], some)
             # State with nan is not committed, and so given up.
-            self.planner.commit([one for one in batch if not np.isnan(rows[one.index][0])])
+            broken = {at for one in batch for at in one.indices() if np.isnan(rows[at][0])}
+            self.planner.commit([one for one in batch if broken.isdisjoint(one.indices())])
         return np.stack([rows[at] for at in range(len(sequences))])
 
     def _forward(self, network: Network, batch: Sequence[Placement]) -> dict[int, Array]:
-        """One forward over the unknown tokens of each sequence; rows by index."""
+        """One forward over the unknown tokens of each sequence; the rows on its way, by index."""
         tokens = [token for one in batch for token in one.sequence.tokens[one.start :]]
         positions = [at for one in batch for at in range(one.start, one.sequence.length)]
         stops = np.cumsum([one.sequence.length - one.start for one in batch])
@@ -89,8 +90,13 @@ class States:
             parts = zip(batch, *(np.split(states, stops[:-1]) for states in new), strict=True)
             return np.concatenate([self._attend(layer, *part) for part in parts])
 
-        rows = network.forward(tokens, positions, stops - 1, attend)
-        return {one.index: row for one, row in zip(batch, rows, strict=True)}
+        wanted = {
+            index: stop - one.sequence.length + at
+            for one, stop in zip(batch, stops, strict=True)
+            for index, at in one.rows()
+        }
+        rows = network.forward(tokens, positions, np.array([*wanted.values()]), attend)
+        return dict(zip(wanted, rows, strict=True))
 
     def _attend(self, layer: int, one: Placement, query: Array, *new: Array) -> Array:
         """Write a sequence's new keys and values, then attend to all of its positions."""

@@ -66,6 +66,18 @@ class Placement(Generic[A]):
         compute for it."""
         return self.start <= other.sequence.latest_start
 
+    def indices(self) -> list[int]:
+        """Which sequences get their rows on the way: itself, and those inside."""
+        return [one.index for one in (self, *self.inside)]
+
+    def rows(self) -> list[tuple[int, int]]:
+        """What is wanted on the way: the index of the sequence and the position of each row."""
+        return [
+            (one.index, at)
+            for one in (self, *self.inside)
+            for at in range(one.sequence.latest_start, one.sequence.length)
+        ]
+
     def below(self) -> Segment | None:
         """The segment that holds the position before the first one to compute."""
         below = self.found

@@ -41,20 +41,15 @@ class Planner(Generic[A]):
         table: Carries out commands.
         worth: The numbers for decisions on sharing.
         shares: Whether prefixes may be shared; else every context has its own row.
-        nests: Whether the engine gives rows for what is ``inside`` of a placement; else every
-            sequence is computed by itself.
 
     Attributes:
         tree: What is kept.
     """
 
-    def __init__(
-        self, table: Table, worth: Worth | None = None, shares: bool = True, nests: bool = False
-    ) -> None:
+    def __init__(self, table: Table, worth: Worth | None = None, shares: bool = True) -> None:
         self._table = table = noted(table)
         self._worth = worth or Worth()
         self._shares = shares
-        self._nests = nests
         self.tree = Tree()
         self._room = Room(self.tree, table, self._worth)
         self._trunks = Trunks(self.tree, self._room, table, self._worth)
@@ -75,7 +70,7 @@ class Planner(Generic[A]):
     def together(self) -> Together[Any]:
         """What further sequences cost in a batch with these, at the most: what several of them
         would save together is not counted."""
-        return Together(self._worth.waiting, self._nests)
+        return Together(self._worth.waiting, nests=True)
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -89,7 +84,7 @@ class Planner(Generic[A]):
         """
         left: Sequence[int] = range(len(sequences))
         while left and (batch := self.place(sequences, left)):
-            placed = {one.index for placement in batch for one in (placement, *placement.inside)}
+            placed = {index for placement in batch for index in placement.indices()}
             left = [at for at in left if at not in placed]
             yield batch
         if left:
@@ -258,7 +253,7 @@ class Planner(Generic[A]):
         of these computes much of what they need. For some of them, by index, also how many leading
         tokens each sequence that waits for it shares."""
         new = [one.sequence.length - one.start for one in batch]
-        if self._nests and max(new, default=0) > 1:
+        if max(new, default=0) > 1:
             batch = nested(batch)
             new = [one.sequence.length - one.start for one in batch]
         if sum(new) - max(new, default=0) < self._worth.waiting or max(new) < self._worth.each:

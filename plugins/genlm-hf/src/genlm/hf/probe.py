@@ -95,7 +95,7 @@ def choose_reuse(
     contexts = _contexts(vocab_size, max_context, window)
     _put_in(contexts, model.config, vocab_size)
     original = attention_of(model.config)
-    expected = _logprobs([runner.plain([context], [None], [1]) for context in contexts])
+    expected = _logprobs([runner.plain([context], [None]) for context in contexts])
     if expected.isnan().any():
         wider = "load it with dtype='float32' or 'bfloat16', or "
         raise EngineError(
@@ -226,7 +226,7 @@ class Twins:
                 _use_row_attention(twin)
             for lengths in around:
                 contexts = _random_contexts(TOKENS - 4, lengths)
-                expected = _logprobs([runner.plain([context], [None], [1]) for context in contexts])
+                expected = _logprobs([runner.plain([context], [None]) for context in contexts])
                 noise = noise_of(runner, contexts, expected)
                 if noise > MOST_NOISE:
                     raise EngineError(
@@ -280,7 +280,7 @@ def noise_of(
 ) -> float:
     """The noise of rounding: how far rows of two plain forwards are apart, of each context alone,
     and beside itself in one batch."""
-    twice = [runner.plain([context] * 2, [adapter] * 2, [1, 1])[:1] for context in contexts]
+    twice = [runner.plain([context] * 2, [adapter] * 2)[:1] for context in contexts]
     return apart(_logprobs(twice), expected)
 
 

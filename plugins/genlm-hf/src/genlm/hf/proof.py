@@ -71,5 +71,5 @@ class BaseRow:
         )
 
     def _compute(self, adapter: Adapter | None = None) -> torch.Tensor:
-        logits = self._runner.plain([[0, 1, 2, 3]], [adapter], [1])
+        logits = self._runner.plain([[0, 1, 2, 3]], [adapter])
         return logits[0].float().log_softmax(-1)

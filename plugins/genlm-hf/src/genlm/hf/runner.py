@@ -150,7 +150,7 @@ class Runner:
         self,
         contexts: Sequence[Sequence[int]],
         adapters: Sequence[Adapter | None],
-        keep: Sequence[int],
+        positions: Sequence[Sequence[int]] | None = None,
     ) -> torch.Tensor:
         """Run whole contexts without any state, padded on the right, where a causal model does not
         look.
@@ -158,17 +158,18 @@ class Runner:
         Args:
             contexts: Token ids.
             adapters: One per context.
-            keep: How many of each context's last positions are wanted.
+            positions: Those of each context that are wanted; ``None`` is the last one.
 
         Returns:
-            ``[sum(keep), vocab_size]`` logits.
+            ``[rows, vocab_size]`` logits, those of a context in the order of its positions.
         """
         width = max(len(context) for context in contexts)
         tokens: list[int] = []
         wanted: list[int] = []
-        for context, count in zip(contexts, keep, strict=True):
+        for row, context in enumerate(contexts):
+            last = [len(context) - 1] if positions is None else positions[row]
+            wanted.extend(len(tokens) + at for at in last)
             tokens.extend(context)
-            wanted.extend(range(len(tokens) - count, len(tokens)))
             tokens.extend([0] * (width - len(context)))
         ids, places = self._ids(tokens, len(contexts), wanted, Upload())
         return self._forward(adapters, places, input_ids=ids, use_cache=False)

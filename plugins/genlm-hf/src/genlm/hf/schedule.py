@@ -90,7 +90,7 @@ class Schedule(Generic[R]):
         if sum(lengths) - sum(found) <= self._size:
             return StepPlan(waiting)
         known = dict(zip(waiting, found, strict=True))
-        chosen = _Chosen(known, self._size, self._evaluator.together())
+        chosen = _Chosen(known, self._size, self._evaluator)
         for one in sorted(waiting, key=lambda one: one.length - known[one]):
             if not chosen.takes(one, leaving=self._size - self._size // 2):
                 break
@@ -139,19 +139,19 @@ class _Chosen:
         sequences: Those chosen, in that order.
         room: The tokens left.
         known: How many leading tokens need not be computed, of each that waits.
-        together: Says what one costs beside others.
     """
 
-    def __init__(
-        self, known: Mapping[TokenSequence, int], room: int, together: Together[TokenSequence]
-    ) -> None:
+    def __init__(self, known: Mapping[TokenSequence, int], room: int, evaluator: Evaluator) -> None:
         self.known = known
         self.room = room
         self.sequences: dict[TokenSequence, None] = {}
-        self._together = together
+        self._evaluator = evaluator
+        self._together: Together[TokenSequence] = evaluator.together()
 
     def cost(self, sequence: TokenSequence) -> int:
         """How many more tokens to compute for a sequence, beside those chosen."""
+        if self._evaluator.is_beyond(sequence.length):
+            return sequence.length  # by itself
         _, known = self._together.leader(sequence, self.known[sequence])
         return sequence.length - known
 
@@ -170,4 +170,5 @@ class _Chosen:
 
     def computes(self, sequence: TokenSequence, known: int) -> None:
         """The step computes this, of which so many leading tokens are known."""
-        self._together.add(sequence, known, sequence)
+        if not self._evaluator.is_beyond(sequence.length):
+            self._together.add(sequence, known, sequence)

@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
 from genlm.hf.upload import Places, Upload
+from genlm.kit.kv.placement import Placement, nested
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import parts_of
 from genlm.kit.prefixes import (
@@ -57,6 +58,19 @@ class Snapshot:
 
 #: A snapshot, and the row in it of one context.
 Place = tuple[Snapshot, int]
+
+
+@frozen(eq=False)
+class Run:
+    """A sequence to compute.
+
+    Attributes:
+        sequence: It; it starts before the first of the rows.
+        rows: Those to read on the way: the index of each one's sequence, and its position.
+    """
+
+    sequence: TokenSequence
+    rows: Sequence[tuple[int, int]]
 
 
 @frozen(eq=False)
@@ -105,11 +119,32 @@ class Snapshots:
         """How many leading tokens need not be computed, where it is computed alone."""
         return self._cheapest(self._start(sequence), sequence.length, 1)[1]
 
-    def beginnings(
-        self, sequences: Sequence[TokenSequence], indices: Iterable[int]
-    ) -> list[Beginning]:
+    def runs(self, sequences: Sequence[TokenSequence], indices: Iterable[int]) -> dict[int, Run]:
+        """What to compute for some sequences, by the last one of each run.
+
+        Where a sequence begins with others, their rows are read on its way. They have no snapshots
+        then, and what goes on from one of them computes half of the way again, on average. So a way
+        has no more tokens than the forwards are worth that it saves.
+        """
+        placed = [Placement(at, sequences[at], None, self._start(sequences[at])) for at in indices]
+        if all(one.sequence.length == one.start + 1 for one in placed):
+            return {one.index: Run(one.sequence, one.rows()) for one in placed}
+        wholes, runs = nested(placed), dict[int, Run]()
+        ways = sum(bool(whole.inside) for whole in wholes)  # which share each forward
+        for whole in wholes:
+            start, run = whole.start, list[Placement[TokenSequence]]()
+            for one in (*reversed(whole.inside), whole):  # the shortest first
+                again = ways * (one.sequence.length - start) / 2
+                if run and again > self._forward * len(run):
+                    runs[run[-1].index] = _run(run)
+                    start, run = run[-1].sequence.length, []
+                run.append(one)
+            runs[whole.index] = _run(run)
+        return runs
+
+    def beginnings(self, sequences: Mapping[int, TokenSequence]) -> list[Beginning]:
         """What some of the sequences begin with and is cheaper to compute first, the best first."""
-        starts = {at: self._start(sequences[at]) for at in indices}
+        starts = {at: self._start(one) for at, one in sequences.items()}
         if all(sequences[at].length == start + 1 for at, start in starts.items()):
             return []  # as in most steps: each goes on from what is known
         ordered = sorted(starts, key=lambda at: sequences[at].key)
@@ -122,21 +157,20 @@ class Snapshots:
         return sorted(worthwhile, key=lambda one: (-one.saved, one.sequence.length))
 
     def groups(
-        self, sequences: Sequence[TokenSequence], indices: Sequence[int], max_tokens: int
+        self, sequences: Mapping[int, TokenSequence], max_tokens: int
     ) -> Iterator[tuple[int, list[int], Any]]:
         """Sequences that start and end together: where they start, which they are, and the cache
         that they start from (``None`` at 0), of at most about ``max_tokens`` new tokens each."""
-        found: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
-        for at in indices:
-            one = sequences[at]
-            found[self._start(one), one.length, one.keep].append(at)
-        groups: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
-        for (start, length, keep), some in found.items():
-            groups[self._cheapest(start, length, len(some))[1], length, keep] += some
+        found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for at, one in sequences.items():
+            found[self._start(one), one.length].append(at)
+        groups: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for (start, length), some in found.items():
+            groups[self._cheapest(start, length, len(some))[1], length] += some
         # Looked up now: what is kept of a group may drive out what the next one starts from.
         places = {
             at: self._places[self._found(sequences[at])]
-            for (start, *_), some in groups.items()
+            for (start, _), some in groups.items()
             for at in some
             if start
         }
@@ -144,7 +178,7 @@ class Snapshots:
             # A chunk is gone on from once: then it goes before what others may go on from.
             self._used.move_to_end(snapshot, last=not snapshot.unfinished)
             snapshot.unfinished = False
-        for (start, length, _), group in groups.items():
+        for (start, length), group in groups.items():
             count = max(max_tokens // (length - start), 1)
             for first in range(0, len(group), count):
                 rows = group[first : first + count]
@@ -173,7 +207,7 @@ class Snapshots:
 
     def _beginning(
         self,
-        sequences: Sequence[TokenSequence],
+        sequences: Mapping[int, TokenSequence],
         starts: Mapping[int, int],
         some: Sequence[int],
         size: int,
@@ -269,8 +303,17 @@ def _common_start(one: TokenSequence, other: TokenSequence) -> int:
     return min(shared, latest, other.latest_start)
 
 
+def _run(some: Sequence[Placement[TokenSequence]]) -> Run:
+    """Sequences of which each one begins with the one before it, as one."""
+    *inside, last = some
+    last.inside = inside
+    tokens, adapter = last.sequence.tokens, last.sequence.adapter
+    start = min(one.sequence.latest_start for one in some)
+    return Run(TokenSequence(tokens, adapter, len(tokens) - start), last.rows())
+
+
 def steps(
-    runner: Runner, sequences: Sequence[TokenSequence], start: int, cache: Any, at_once: bool
+    runner: Runner, runs: Sequence[Run], start: int, cache: Any, at_once: bool
 ) -> tuple[list[int], torch.Tensor, Any]:
     """Run the rest of some sequences of one length: at once, or, where it is not all, token by
     token. Recurrent models may take several tokens as a beginning, and ignore what their cache
@@ -279,23 +322,30 @@ def steps(
     Returns:
         For each row of logits, the index of its sequence; the logits; the cache.
     """
-    length, latest_start = sequences[0].length, sequences[0].latest_start
+    sequences = [run.sequence for run in runs]
+    length = sequences[0].length
     owners: list[int] = []
     parts = []
     for stop in [length] if at_once or not start else range(start + 1, length + 1):
-        wanted = range(max(latest_start, start) - start, stop - start)
-        places = [row * (stop - start) + at for row in range(len(sequences)) for at in wanted]
+        wanted = [
+            (index, row * (stop - start) + at - start)
+            for row, run in enumerate(runs)
+            for index, at in run.rows
+            if start <= at < stop
+        ]
         tokens = [sequence.tokens[start:stop] for sequence in sequences]
         adapters = [sequence.adapter for sequence in sequences]
+        places = [place for _, place in wanted]
         logits, cache = runner.stateful(cache, start, tokens, adapters, places)
-        owners.extend(row for row in range(len(sequences)) for _ in wanted)
+        owners += [index for index, _ in wanted]
         parts.append(logits)
         start = stop
     if len(parts) == 1:
         return owners, parts[0], cache
     # The steps of one sequence together, in order.
-    by_sequence = [part.view(len(sequences), -1, part.shape[-1]) for part in parts]
-    return sorted(owners), torch.cat(by_sequence, 1).flatten(0, 1), cache
+    order = sorted(range(len(owners)), key=owners.__getitem__)
+    rows = Upload().add(order).on(parts[0].device)
+    return [owners[at] for at in order], torch.cat(parts).index_select(0, rows), cache
 
 
 @torch.inference_mode()

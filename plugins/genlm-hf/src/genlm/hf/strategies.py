@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from operator import sub
 from typing import Any
@@ -18,9 +18,9 @@ from genlm.hf.costs import costs_of
 from genlm.hf.layout import Chunks, ranges
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
-from genlm.hf.snapshots import Snapshots, steps
+from genlm.hf.snapshots import Run, Snapshots, steps
 from genlm.hf.table import PoolTable
-from genlm.kit.kv.placement import Placement
+from genlm.kit.kv.placement import Placement, nested
 from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Together, Worth
@@ -38,7 +38,7 @@ WORTH = Worth()
 
 #: A forward: chunks, their tokens, an adapter for each chunk, which tokens are wanted; gives their
 #: logits.
-Run = Callable[[Chunks, Sequence[int], Sequence[Adapter | None], Sequence[int]], torch.Tensor]
+Forward = Callable[[Chunks, Sequence[int], Sequence[Adapter | None], Sequence[int]], torch.Tensor]
 
 
 @frozen(eq=False)
@@ -74,11 +74,7 @@ class Computed:
         """The sequences with a row of nan, also of what is inside; the device is waited for, if it
         still computes."""
         nan = {self.owners[at] for at in torch.cat(self.flags).nonzero().flatten().tolist()}
-        return {
-            whole.index
-            for whole in (self.placed if nan else ())
-            if any(one.index in nan for one in (whole, *whole.inside))
-        }
+        return {one.index for one in self.placed if nan and not nan.isdisjoint(one.indices())}
 
 
 @define(eq=False)
@@ -110,7 +106,7 @@ class Strategy:
 
     def together(self) -> Together[Any]:
         """What further sequences cost beside those of a batch: none waits for another."""
-        return Together(math.inf)
+        return Together(math.inf, nests=True)
 
     def compute(
         self, sequences: Sequence[TokenSequence], indices: Sequence[int]
@@ -131,21 +127,24 @@ class Strategy:
         Args:
             sequences: All sequences.
             indices: Those to compute.
-            padded: Whether sequences of unequal length may share a forward.
+            padded: Whether sequences of unequal length may share a forward, and so one be inside of
+                another.
         """
-        ordered = sorted(indices, key=lambda at: -sequences[at].length)
+        placed = [Placement(at, sequences[at]) for at in indices]
+        ordered = sorted(nested(placed) if padded else placed, key=lambda one: -one.sequence.length)
         while ordered:
-            longest = sequences[ordered[0]].length
+            longest = ordered[0].sequence.length
             count = max(self.max_tokens // longest, 1)
             shortest = longest / 2 if padded else longest
-            batch = [at for at in ordered[:count] if sequences[at].length >= shortest]
+            batch = [one for one in ordered[:count] if one.sequence.length >= shortest]
             ordered = ordered[len(batch) :]
+            rows = [one.rows() for one in batch]
             logits = self.runner.plain(
-                [sequences[at].tokens for at in batch],
-                [sequences[at].adapter for at in batch],
-                [sequences[at].keep for at in batch],
+                [one.sequence.tokens for one in batch],
+                [one.sequence.adapter for one in batch],
+                [[position for _, position in some] for some in rows],
             )
-            yield Result([at for at in batch for _ in range(sequences[at].keep)], logits)
+            yield Result([index for some in rows for index, _ in some], logits)
 
     def pin(self, sequence: TokenSequence) -> bool:
         """Keep the state of a sequence until :meth:`clear`; ``False`` if there is none of its
@@ -216,7 +215,7 @@ class InRows(Strategy):
             if not batch:
                 yield from self.plain(sequences, left)
                 return
-            placed = {one.index for whole in batch for one in (whole, *whole.inside)}
+            placed = {index for one in batch for index in one.indices()}
             left = [at for at in left if at not in placed]
             done = Computed(batch, [], [])
             for result in self.forwards(batch):
@@ -277,7 +276,7 @@ class Uniform(InRows):
                     yield _forward(self.runner.uniform, [(one, at, stop) for one in some])
 
 
-def _forward(run: Run, parts: Iterable[Part]) -> Result:
+def _forward(run: Forward, parts: Iterable[Part]) -> Result:
     """One forward over parts of sequences."""
     pieces = [
         (one, one.sequence, segment, first, last)
@@ -333,31 +332,32 @@ class InSnapshots(Strategy):
     def compute(
         self, sequences: Sequence[TokenSequence], indices: Sequence[int]
     ) -> Iterator[Result]:
-        left, tried = list(indices), set[bytes]()
-        while left:
+        runs, tried = self.snapshots.runs(sequences, indices), set[bytes]()
+        while runs:
             first: list[TokenSequence] = []
             waiting: set[int] = set()
-            for one in self.snapshots.beginnings(sequences, left):
+            for one in self.snapshots.beginnings({at: run.sequence for at, run in runs.items()}):
                 if one.sequence.key not in tried and waiting.isdisjoint(one.waiting):
                     waiting.update(one.waiting)
                     first += [] if one.asked else [one.sequence]
-            computed = [at for at in left if at not in waiting]
+            now = {at: run for at, run in runs.items() if at not in waiting}
             if waiting:  # these may not be kept
-                tried.update(one.key for one in (*first, *(sequences[at] for at in computed)))
-            for _ in self._computed(first, range(len(first))):
+                tried.update(one.key for one in (*first, *(run.sequence for run in now.values())))
+            ahead = {at: Run(one, [(at, one.length - 1)]) for at, one in enumerate(first)}
+            for _ in self._computed(ahead):
                 pass
-            yield from self._computed(sequences, computed)
-            left = [at for at in left if at in waiting]
+            yield from self._computed(now)
+            runs = {at: runs[at] for at in runs if at in waiting}
 
-    def _computed(
-        self, sequences: Sequence[TokenSequence], indices: Sequence[int]
-    ) -> Iterator[Result]:
-        for start, rows, cache in self.snapshots.groups(sequences, indices, self.max_tokens):
-            chosen = [sequences[at] for at in rows]
+    def _computed(self, runs: Mapping[int, Run]) -> Iterator[Result]:
+        sequences = {at: run.sequence for at, run in runs.items()}
+        for start, group, cache in self.snapshots.groups(sequences, self.max_tokens):
             at_once = self.snapshots.at_once
-            owners, logits, cache = steps(self.runner, chosen, start, cache, at_once)
-            self.snapshots.keep([sequence.key for sequence in chosen], cache)
-            yield Result([rows[owner] for owner in owners], logits)
+            owners, logits, cache = steps(
+                self.runner, [runs[at] for at in group], start, cache, at_once
+            )
+            self.snapshots.keep([sequences[at].key for at in group], cache)
+            yield Result(owners, logits)
 
     def pin(self, sequence: TokenSequence) -> bool:
         return self.snapshots.pin(sequence)
@@ -393,7 +393,5 @@ def strategy_for(reuse: Reuse, runner: Runner, max_tokens: int, budget: int) -> 
     shares = reuse is Reuse.SHARED
     waiting = max(WORTH.waiting, costs.forward)
     worth = evolve(WORTH, waiting=waiting, plenty=costs.plenty)
-    planner: Planner[TokenSequence] = Planner(
-        PoolTable(runner.pool, budget), worth, shares, nests=True
-    )
+    planner: Planner[TokenSequence] = Planner(PoolTable(runner.pool, budget), worth, shares)
     return (Uniform if reuse is Reuse.UNIFORM else Packed)(runner, max_tokens, planner)

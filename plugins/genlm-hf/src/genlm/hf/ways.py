@@ -126,7 +126,7 @@ def _continued(runner: Runner, context: Sequence[int], stops: Sequence[int]) -> 
 
 def _plain(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Together, padded."""
-    return [runner.plain(contexts, [None] * len(contexts), [1] * len(contexts))]
+    return [runner.plain(contexts, [None] * len(contexts))]
 
 
 WAYS = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -22,6 +21,10 @@ WORTH = Worth(sharing=512, waste=2.0)
 #: Up to this many tokens before the last of a context are computed together with it. More are
 #: computed first, without their logits.
 FEW_MORE = 4
+
+#: The most tokens of a forward pass that gives rows, unless there are as few for each context: it
+#: computes the logits after all of them, also where some are wanted.
+WITH_LOGITS = 128
 
 #: The most products of queries and keys for each head in one forward pass of a long context, unless
 #: it would have fewer tokens than this.
@@ -63,8 +66,9 @@ class Store:
         parts: list[mx.array] = []
         self._table.in_hand = 0
         for batch in self.planner.batches([_sequence(query) for query in queries]):
-            parts.append(self._computed(batch))
-            order += [one.index for one in batch]
+            owners, logits = self._computed(batch)
+            parts.append(logits)
+            order += owners
             if len(order) < len(queries):
                 self._table.in_hand += self._positions_of(batch)
         logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -102,17 +106,18 @@ class Store:
 
     # --- the course of a call ---------------------------------------------------------------------
 
-    def _computed(self, batch: Sequence[Placement[TokenSequence]]) -> mx.array:
-        """The logits of a batch, whose state is kept."""
+    def _computed(self, batch: Sequence[Placement[TokenSequence]]) -> tuple[list[int], mx.array]:
+        """The rows of a batch, whose state is kept: the indices of their sequences, and logits."""
         try:
-            logits = self._compute(batch)
+            owners, logits = self._compute(batch)
             # State with nan must not stay: a masked column still takes part in products.
-            broken = mx.isnan(logits[:, 0]).tolist()
+            flags = mx.isnan(logits[:, 0]).tolist()
         except BaseException:
             self.planner.abandon()  # now: a later command of the table would fail, too
             raise
-        self.planner.commit([one for one, bad in zip(batch, broken, strict=True) if not bad])
-        return logits
+        broken = {owner for owner, flag in zip(owners, flags, strict=True) if flag}
+        self.planner.commit([one for one in batch if broken.isdisjoint(one.indices())])
+        return owners, logits
 
     def _positions_of(self, batch: Sequence[Placement[TokenSequence]]) -> int:
         """How many positions the computed contexts take."""
@@ -122,18 +127,29 @@ class Store:
             tree.columns if isinstance(one, Row) else one.size for one in tree.with_paths(ends)
         )
 
-    def _compute(self, batch: Sequence[Placement[TokenSequence]]) -> mx.array:
+    def _compute(self, batch: Sequence[Placement[TokenSequence]]) -> tuple[list[int], mx.array]:
+        wanted = [one.rows() for one in batch]
         starts = [one.start for one in batch]
-        last = [one.sequence.latest_start for one in batch]
-        more = sum(last) - sum(starts)
+        first = [min(at for _, at in rows) for rows in wanted]
+        more = sum(first) - sum(starts)
         if more > min(FEW_MORE * len(batch), self._runner.step_size - len(batch)):
-            bounds = zip(batch, starts, last, strict=True)
+            bounds = zip(batch, starts, first, strict=True)
             self._feed(chunk for bound in bounds for chunk in _chunks(*bound))
-            starts = last
-        bounds = zip(batch, starts, [one.sequence.length for one in batch], strict=True)
-        parts = [_chunks(*bound) for bound in bounds]
-        ends = [end - 1 for end in accumulate(map(len, parts))]
-        return self._run([chunk for part in parts for chunk in part], ends)
+            starts = first
+        most = max(WITH_LOGITS, (1 + FEW_MORE) * len(batch))
+        owners: list[int] = []
+        parts: list[mx.array] = []
+        for pieces in _forwards(batch, starts, most):
+            rows = [
+                (number, index, chunk.start + len(chunk.tokens) - 1 - at)
+                for number, (chunk, one) in enumerate(pieces)
+                for index, at in wanted[one]
+                if chunk.start <= at < chunk.start + len(chunk.tokens)
+            ]
+            logits = self._run([chunk for chunk, _ in pieces], [(n, back) for n, _, back in rows])
+            owners += [index for _, index, _ in rows]
+            parts.append(logits)
+        return owners, parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
     def _feed(self, chunks: Iterable[Chunk]) -> None:
         """Compute chunks in order, with as many tokens at a time as one forward pass may have."""
@@ -151,15 +167,16 @@ class Store:
         if batch:
             self._run(batch)
 
-    def _run(self, chunks: Sequence[Chunk], wanted: Sequence[int] = ()) -> mx.array:
-        """Compute chunks; the logits after the last token of the ``wanted`` ones, ``[len(wanted),
-        vocab_size]`` float32."""
+    def _run(self, chunks: Sequence[Chunk], wanted: Sequence[tuple[int, int]] = ()) -> mx.array:
+        """Compute chunks; the logits after the ``wanted`` tokens, ``[len(wanted), vocab_size]``
+        float32. Each is a chunk and how many tokens before its last one."""
         self._table.layout = layout = Layout(chunks)
         try:
             logits = self._runner.one_by_one(self._table.layers, layout.versions, layout.tokens)
         finally:
             del self._table.layout
-        rows = _ordered(logits, layout.last[[*wanted]]).astype(mx.float32)
+        places = [int(layout.last[number]) - back for number, back in wanted]
+        rows = _ordered(logits, np.array(places, dtype=int)).astype(mx.float32)
         # If none is wanted, what follows the last layer's keys and values is not computed.
         mx.eval(rows if wanted else (), [trunk.layers for trunk in layout.trunks])
         self._table.evaluate()
@@ -177,6 +194,26 @@ def _chunks(one: Placement[TokenSequence], start: int, stop: int) -> list[Chunk]
         Chunk(segment, first, sequence.tokens.since(first)[: last - first], sequence.version)
         for segment, first, last in one.segments(start, stop)
     ]
+
+
+def _forwards(
+    batch: Sequence[Placement[TokenSequence]], starts: Sequence[int], most: int
+) -> Iterator[list[tuple[Chunk, int]]]:
+    """What to compute from ``starts`` on in forward passes of at most so many tokens, and of which
+    of the batch it is. A forward pass has one chunk of a segment."""
+    pieces: list[tuple[Chunk, int]] = []
+    room = most
+    for number, (one, start) in enumerate(zip(batch, starts, strict=True)):
+        for segment, at, tokens, version in _chunks(one, start, one.sequence.length):
+            while tokens:
+                some, tokens = tokens[:room], tokens[room:]
+                pieces.append((Chunk(segment, at, some, version), number))
+                at, room = at + len(some), room - len(some)
+                if room == 0:
+                    yield pieces
+                    pieces, room = [], most
+    if pieces:
+        yield pieces
 
 
 def _ordered(rows: mx.array, order: np.ndarray) -> mx.array:
