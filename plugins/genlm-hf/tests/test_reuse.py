@@ -90,7 +90,8 @@ def test_beside_a_long_newcomer_no_key_of_those_that_grow_is_made(
 
     rows_of(engine, [Query(one) for one in contexts])
     monkeypatch.setattr(sequence, "key_of", key_of)
-    rows_of(engine, [Query(one.followed_by(more)) for one in contexts] + [Query(newcomer)])
+    grown = [one.followed_by((*more[:-1], last)) for one in contexts for last in (5, 7)]
+    rows_of(engine, [*map(Query, grown), Query(newcomer)])
     assert set(keyed) <= {(*newcomer,)[:stop] for stop in range(61)}
 
 

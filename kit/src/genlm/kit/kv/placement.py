@@ -105,8 +105,8 @@ def nested(batch: Sequence[Placement[A]]) -> list[Placement[A]]:
         alike[one.sequence.version, one.found, one.shared].append(one)
     within = set[Placement[A]]()
     for some in alike.values():
-        if len(some) == 1:
-            continue
+        if len({one.sequence.length for one in some}) == 1:
+            continue  # none begins with another, and no key is made
         some.sort(key=lambda one: one.sequence.key, reverse=True)
         whole, *others = some
         for one in others:  # right behind those that begin with it
