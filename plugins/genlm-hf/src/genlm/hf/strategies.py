@@ -215,8 +215,11 @@ class InRows(Strategy):
             if not batch:
                 yield from self.plain(sequences, left)
                 return
-            placed = {index for one in batch for index in one.indices()}
-            left = [at for at in left if at not in placed]
+            if len(batch) == len(left):  # as usual
+                left = []
+            else:
+                placed = {index for one in batch for index in one.indices()}
+                left = [at for at in left if at not in placed]
             done = Computed(batch, [], [])
             for result in self.forwards(batch):
                 done.owners.extend(result.owners)
