@@ -283,8 +283,8 @@ class Program:
         raise Violation(f"{query_of(request)} is never answered")
 
     def some(self) -> list[Query]:
-        """Contexts that go on, fork, are cut, share a prompt, are asked with another adapter, or
-        are new."""
+        """Contexts that go on, fork, are cut, share a prompt, are the places of a draft, are asked
+        with another adapter, or are new."""
         source, room = self.source, MOST_NEW
         asked: dict[Query, None] = {}
         for known in source.choices(self._known[-60:], k=min(source.choice(SIZES), self.most)):
@@ -298,6 +298,10 @@ class Program:
                 stop = count * self.chunk + source.choice([0, 0, 1, -1])
                 if 0 < stop <= whole.length:
                     asked[Query(whole.context.first(stop), whole.adapter)] = None
+        if source.random() < 0.15:  # the last places of one
+            whole = source.choice([*asked])
+            for stop in range(max(whole.length - source.choice([1, 4, 20]), 1), whole.length):
+                asked[Query(whole.context.first(stop), whole.adapter)] = None
         if source.random() < 0.3:
             length = source.choices([1, 2, 20, 100, 513, self.longest], [4, 4, 8, 4, 2, 1])[0]
             asked[Query(self.fresh(min(length, self.longest)), self._any_bound())] = None
