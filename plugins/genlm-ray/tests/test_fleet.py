@@ -31,7 +31,7 @@ class Line:
         self.calls.append(call)
 
     def cancel(self, call: Call) -> None:
-        raise AssertionError("nothing is dropped here")
+        """It comes back all the same: cancelling came too late."""
 
     def next(self, method: str) -> Call | None:
         """Take the oldest call of a method."""
@@ -60,6 +60,20 @@ def test_a_free_replica_takes_over_what_waits_at_another() -> None:
     size, calls = LIMITS[Query]
     assert sum(len(call.jobs) for call in stuck.calls) == size * calls
     assert answered == len(fleet.answers) == 2000 - size * calls
+
+
+def test_a_request_is_asked_again_while_an_equal_one_is_in_flight() -> None:
+    """It was dropped as it was answered, so its next caller had that answer; and then came another
+    caller."""
+    fleet, (line,) = started(1)
+    for newcomers, dropped in ([Query((1,))], []), ([], [Query((1,))]), ([Query((1,))], []):
+        fleet.step(newcomers, dropped)
+        if not fleet.answers:
+            fleet.take(line.next("answer"), ["row"])
+    fleet.step([Query((1,))], [])
+    for row in ("crossed", "row"):
+        fleet.take(line.next("answer"), [row])
+    assert fleet.answers == [(Query((1,)), "row")] * 2
 
 
 def test_contexts_that_grow_together_stay_where_they_are_in_any_order() -> None:

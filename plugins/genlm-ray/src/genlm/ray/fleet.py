@@ -73,9 +73,11 @@ class Fleet:
     # --- requests ---------------------------------------------------------------------------------
 
     def step(self, newcomers: Iterable[Request], dropped: Iterable[Request]) -> None:
-        """Take newcomers, and forget what nobody waits for."""
-        self._drop([job for request in dropped if (job := self._flying.pop(request, None))])
+        """Take newcomers, and forget what nobody waits for: also an equal request that is still in
+        flight, for its caller had the answer to one that was dropped as it was answered."""
         jobs = {request: Job(request) for request in newcomers}
+        gone = (*dropped, *jobs)
+        self._drop([job for request in gone if (job := self._flying.pop(request, None))])
         self._flying.update(jobs)
         self._refuse_without_adapter(jobs.values())
         self._placing.add(alive(jobs.values()))
