@@ -312,21 +312,39 @@ def test_a_replica_that_does_not_answer_is_ended_by_the_program_that_made_it(
     assert line.may_end(object()) is (not there)
 
 
-def test_the_connection_ends_with_the_last_model_that_uses_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ended: list[str] = []
-    monkeypatch.setattr(Cluster, "_users", 0)
-    monkeypatch.setattr(Cluster, "_joined", None)
-    monkeypatch.setattr("genlm.ray.cluster.connect", lambda ray, address: None)
-    monkeypatch.setattr(ray, "is_initialized", lambda: Cluster._joined is not None)
-    monkeypatch.setattr(ray, "shutdown", lambda: ended.append("the connection"))
+@pytest.fixture
+def connection(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A stand-in for Ray's: empty, or where it leads."""
+    leads: list[str] = []
+    monkeypatch.setattr(Cluster, "_users", set())
+    monkeypatch.setattr("genlm.ray.cluster.connect", lambda ray, address: leads.append(address))
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(leads))
+    monkeypatch.setattr(ray, "shutdown", leads.clear)
+    return leads
+
+
+def test_the_connection_ends_with_the_last_model_that_uses_it(connection: list[str]) -> None:
     models = [Cluster("somewhere"), Cluster("somewhere")]
     with pytest.raises(InvalidOptionError, match=r"connected to the cluster 'somewhere'.*one at a"):
         Cluster("elsewhere")
     models[0].leave()
     models[0].leave()
-    assert (ended, Cluster._users) == ([], 1)
+    assert connection == ["somewhere"]
     models[1].leave()
-    assert ended == ["the connection"]
-    assert Cluster._joined is None
+    assert connection == []
+
+
+@pytest.mark.parametrize("by_program", [True, False])
+def test_a_model_whose_connection_was_ended_ends_no_other(
+    connection: list[str], by_program: bool
+) -> None:
+    model = Cluster("somewhere")
+    ray.shutdown()
+    assert not model.connected
+    if by_program:
+        connection.append("elsewhere")
+    other = Cluster("elsewhere")
+    model.leave()
+    assert connection == ["elsewhere"]
+    other.leave()
+    assert connection == (["elsewhere"] if by_program else [])

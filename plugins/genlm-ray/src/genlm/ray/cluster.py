@@ -6,7 +6,7 @@ import importlib
 import os
 import socket
 import threading
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from genlm.core import checks
@@ -33,8 +33,8 @@ class Cluster:
     """
 
     _lock = threading.Lock()
-    _users = 0  # models that use the connection that we made
-    _joined: str | None = None  # where that leads
+    _users: ClassVar[set[Cluster]] = set()  # of the connection that we made
+    _joined = ""  # where that leads
 
     def __init__(self, address: str | None, *, may_start: bool = True) -> None:
         import ray
@@ -46,25 +46,30 @@ class Cluster:
                 if wanted == LOCAL and not may_start:
                     raise InvalidOptionError("address must be that of a running cluster; got None")
                 connect(ray, wanted)
-                Cluster._joined, Cluster._users = wanted, 0
-            elif Cluster._users and address is not None and wanted != Cluster._joined:
+                Cluster._joined, Cluster._users = wanted, {self}
+            elif self._users and address is not None and wanted != Cluster._joined:
                 raise InvalidOptionError(
                     f"this process is connected to the cluster {Cluster._joined!r}, and Ray allows "
                     f"one at a time; close its models before you use {address!r}"
                 )
-            self._ours = Cluster._joined is not None
-            Cluster._users += self._ours
+            elif self._users:
+                self._users.add(self)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection is there; the program may have ended it by ``ray.shutdown``."""
+        there: bool = self.ray.is_initialized()
+        if not there:
+            self._users.discard(self)  # another connection is not this one's to end
+        return there
 
     def leave(self) -> None:
         """End the connection with its last model. A cluster that was started here ends with it."""
         with self._lock:
-            if not self._ours:
-                return
-            self._ours = False
-            Cluster._users -= 1
-            if not Cluster._users:
-                Cluster._joined = None
-                self.ray.shutdown()
+            if self in self._users:
+                self._users.remove(self)
+                if not self._users:
+                    self.ray.shutdown()
 
 
 def connect(ray: Any, address: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from genlm.core import Adapter, Answer, Query, hookimpl
+from genlm.core import Adapter, Answer, EngineDeadError, Query, hookimpl
 from genlm.core.errors import BackendUnavailableError
 from genlm.core.types import Request, SampleRequest, ScoreRequest
 from genlm.kit.mailbox import Mailbox
@@ -128,10 +128,10 @@ class RayEngine:
         try:
             while not self._closing:
                 with contextlib.suppress(queue.Empty):
-                    self._orders.get(timeout=fleet.pulse / 10)()
+                    self._do(self._orders.get(timeout=fleet.pulse / 10))
                 while self._orders:
-                    self._orders.get()()
-                fleet.tick(time.monotonic())
+                    self._do(self._orders.get())
+                self._do(lambda: fleet.tick(time.monotonic()))
                 if fleet.answers:
                     answers, fleet.answers = fleet.answers, []
                     self._answers.put(answers)
@@ -142,6 +142,12 @@ class RayEngine:
             self._answers.put([])
             if not self._awaited.done():
                 self._awaited.set_exception(error)
+
+    def _do(self, order: Callable[[], None]) -> None:
+        """Without keeping it, for it may hold rows."""
+        if not self._cluster.connected:  # any call would start another cluster
+            raise EngineDeadError("ray.shutdown() was called here; load the model again")
+        order()
 
     def _came(self, call: Call, future: concurrent.futures.Future[Any]) -> None:
         line: Line = call.member.line
@@ -215,7 +221,8 @@ class RayEngine:
         self._orders.put(lambda: None)
         try:
             self._thread.join(GRACE)
-            self._leave(end=not (self._shared and self._fleet.started))
+            if self._cluster.connected:
+                self._leave(end=not (self._shared and self._fleet.started))
         finally:
             self._cluster.leave()
 
