@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 
-from genlm.core import Adapter, AsyncLM, EngineError, Query, hookimpl
+from genlm.core import Adapter, AsyncLM, EngineError, MockAsyncLM, Query, hookimpl
 from genlm.core.errors import InvalidOptionError
 from genlm.core.mock import ByteTokenizer
 from genlm.ray.cluster import Cluster
@@ -262,6 +262,21 @@ def test_programs_share_a_replica_with_equal_wrappers() -> None:
         replica.lm.close()
 
     asyncio.run(programs())
+
+
+def test_an_installed_wrapper_changes_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the program."""
+    monkeypatch.setattr("genlm.core.lm.installed_wrappers", lambda: [Sharper(2)])
+
+    async def row() -> torch.Tensor:
+        replica: Any = Replica()
+        await replica.open(("mine", 1), None, "mock", "mock", {})
+        with replica.lm as lm:
+            return await lm.next_token_logprobs([1])
+
+    with MockAsyncLM() as mock:
+        own = asyncio.run(row())
+        assert (2 * own).log_softmax(-1).equal(mock.next_token_logprobs_sync([1]))
 
 
 def test_requests_end_with_their_programs_session_and_with_no_other() -> None:

@@ -123,7 +123,7 @@ class AsyncLM(GenerationMixin):
             )
         refuse_unknown(backend, [name for name in options if name not in CORE])
         core = CoreOptions(**options)
-        wrappers = [*installed_wrappers(), *core.wrappers]
+        wrappers = [*self._installed_wrappers(), *core.wrappers]
         self._cache = cache = core.output_cache()
         self._adapters = adapters = AdapterRegistry()
         self._known_contexts = KnownContexts()
@@ -169,6 +169,10 @@ class AsyncLM(GenerationMixin):
         AsyncLM.__init__(lm, lambda: chosen.load(model, own), backend=chosen.name, **core)
         lm._name = model
         return lm
+
+    def _installed_wrappers(self) -> list[object]:
+        """For a class whose models are parts of another one, which has these around it."""
+        return installed_wrappers()
 
     def __repr__(self) -> str:
         engine = self._engine

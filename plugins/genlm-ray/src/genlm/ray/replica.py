@@ -22,7 +22,7 @@ from typing import Any
 from attrs import asdict, define, field
 
 import ray
-from genlm.core import AsyncLM, EngineDeadError, load_model_by_name
+from genlm.core import AsyncLM, EngineDeadError
 from genlm.core.errors import InvalidOptionError, ModelClosedError
 from genlm.ray.wire import (
     HOOKS,
@@ -99,6 +99,14 @@ def exit_soon() -> None:
     asyncio.get_running_loop().call_later(FAREWELL, os._exit, 1)
 
 
+class InnerLM(AsyncLM):
+    """Without installed wrappers: they go around the program's model, and would change rows
+    twice."""
+
+    def _installed_wrappers(self) -> list[object]:
+        return []
+
+
 class Replica:
     """Loads in a method, not in the constructor, so that the inner backend's error reaches the
     user as it is."""
@@ -155,7 +163,7 @@ class Replica:
         if not self._serves:
             # Rows are cached where they are asked, once.
             ours = options if "cache_opts" in options else {"cache_size": 0, **options}
-            self.lm = await asyncio.to_thread(load_model_by_name, model, backend, ours)
+            self.lm = await asyncio.to_thread(InnerLM.from_backend, backend, model, ours)
             send_own_code()
             self._serves, self._pickled = (backend, model, options), pickled
             return
