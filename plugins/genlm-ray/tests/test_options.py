@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -15,6 +16,7 @@ from genlm.core import BackendUnavailableError, InvalidOptionError, load_model_b
 from genlm.core.errors import BackendNotFoundError
 from genlm.ray import end_fleet
 from genlm.ray.options import RayOptions
+from tools.tiny import write_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,20 @@ def test_a_backend_that_is_not_installed_is_said_at_once() -> None:
 def test_resources_that_the_cluster_lacks_are_named(fleet: Any) -> None:
     with pytest.raises(BackendUnavailableError, match=r"0 of 2 replicas .*'num_gpus': 64"):
         fleet(resources={"num_gpus": 64}, start_timeout=0.5)
+
+
+def test_folders_are_found_from_where_the_program_is(
+    fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from where the cluster was started."""
+    write_tokenizer(tmp_path / "words", "<end>")
+    monkeypatch.chdir(tmp_path)
+    lm = fleet("words", replicas=1)
+    lm.add_new_lora("words", "a")
+    with load_model_by_name("words", "mock") as mock:
+        mock.add_new_lora(str(tmp_path / "words"), "a")
+        expected = mock.next_token_logprobs_sync([1], lora_name="a")
+    assert lm.next_token_logprobs_sync([1], lora_name="a").equal(expected)
 
 
 @pytest.fixture

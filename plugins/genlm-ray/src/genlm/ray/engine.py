@@ -30,7 +30,7 @@ from genlm.ray.log import Entry
 from genlm.ray.member import Call
 from genlm.ray.options import RayOptions
 from genlm.ray.watch import LEASE
-from genlm.ray.wire import HOOKS, Description, adapter_key, ask
+from genlm.ray.wire import HOOKS, Description, absolute, adapter_key, ask
 
 #: Seconds for the replicas to release their engines before they are ended.
 GRACE = 30.0
@@ -88,7 +88,7 @@ class RayEngine:
         ]
         # Ray ends a program's own replicas with it; on shared ones only its session ends.
         lease = LEASE * watch.PULSE if self._shared else None
-        loading = (lease, options.backend, model, dict(options.backend_opts))
+        loading = (lease, options.backend, absolute(model), dict(options.backend_opts))
         patience, now = options.start_timeout, time.monotonic()
         self._fleet = Fleet(self._program, lines, loading, patience, now, shared=self._shared)
         self._thread = threading.Thread(target=self._run, name="genlm-ray-fleet", daemon=True)
@@ -186,7 +186,8 @@ class RayEngine:
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
         key = adapter_key(adapter.version, self._program)
-        apply, take_back = ("add_adapter", key, adapter.path), ("remove_adapter", key)
+        path = absolute(adapter.path)
+        apply, take_back = ("add_adapter", key, path), ("remove_adapter", key)
         return self._change(partial(self._fleet.add, Entry(apply, take_back, adapter.version)))
 
     @hookimpl

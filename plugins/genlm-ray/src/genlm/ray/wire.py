@@ -5,6 +5,7 @@ A ``Query`` would bring along its ``Context``, whose hashes mean nothing in anot
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -67,6 +68,11 @@ def ask(request: Request, program: str) -> Ask:
 def adapter_key(version: int, program: str) -> str:
     """The name of an adapter on the replicas, where several programs count theirs from 1."""
     return f"{program}:{version}"
+
+
+def absolute(path: str) -> str:
+    """A folder that is here as it is found from any other one: replicas run elsewhere."""
+    return os.path.abspath(path) if os.path.isdir(str(path)) else path
 
 
 def sent(results: Sequence[Any]) -> Sent:
