@@ -93,12 +93,12 @@ def test_contexts_that_grow_together_stay_where_they_are_in_any_order() -> None:
 
 
 def test_a_fleet_that_was_ended_is_dead() -> None:
-    fleet, (line,) = started(1)
-    fleet.step([Query((1,))], [])
-    fleet.take(line.next("beat"), Gone("it says goodbye", ended=True))
+    """And starts none of its replicas again, also not one that was starting."""
+    fleet, (line, starting) = started(2)
+    fleet.take(starting.next("beat"), Gone("it died"))
+    with pytest.raises(EngineDeadError, match="the fleet has been ended; load the model again"):
+        fleet.take(line.next("beat"), Gone("it says goodbye", ended=True))
     assert line.next("open") is None
-    with pytest.raises(EngineDeadError, match="the fleet has been ended"):
-        fleet.tick(1.0)
 
 
 def test_only_deaths_one_after_the_other_count_against_an_entry() -> None:

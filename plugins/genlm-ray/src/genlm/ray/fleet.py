@@ -163,11 +163,12 @@ class Fleet:
         """At once, or after a rest, or not at all.
 
         Raises:
+            EngineDeadError: somebody has ended the fleet, with the replicas that are starting.
             BackendUnavailableError: it has failed too often, and not all have been ready yet.
         """
         if gone.ended and self.started:
-            self._watch.enter(member, State.ENDED)
-        elif not member.failures:
+            raise EngineDeadError("the fleet has been ended; load the model again")
+        if not member.failures:
             self._go(self._live(member))
         elif member.failures < STARTS or self.started or self._shared:
             self._watch.enter(member, State.RESTING)

@@ -59,7 +59,6 @@ class State(Enum):
     LOADED = "is given what the log says"
     READY = "answers"
     RESTING = "could not be started, and will be tried again"
-    ENDED = "was ended on purpose"
 
 
 @define(eq=False)

@@ -52,7 +52,7 @@ class Watch:
 
     def _due(self, member: Member) -> float:
         rest = min(2.0 ** (member.failures - 1), REST)
-        limits = {State.STARTING: self.patience, State.RESTING: rest, State.ENDED: float("inf")}
+        limits = {State.STARTING: self.patience, State.RESTING: rest}
         return member.heard_at + limits.get(member.state, SILENT * self.pulse)
 
     def enter(self, member: Member, state: State) -> None:
@@ -66,10 +66,7 @@ class Watch:
 
     def hopeless(self) -> str | None:
         """Why no replica will answer any more."""
-        ended = [member for member in self.members if member.state is State.ENDED]
-        if len(ended) == len(self.members):
-            return "the fleet has been ended"
-        if all(m in ended or m.refusals >= STARTS for m in self.members):
+        if all(member.refusals >= STARTS for member in self.members):
             return f"all {len(self.members)} replicas are lost, and none could be started again"
         if self.now >= self.alive_at + self.patience:
             return (
