@@ -144,6 +144,18 @@ def test_the_last_replica_tries_suspects_in_their_turn_if_no_other_will(
     assert portion[1:] == ((suspects, True) if tried else (others, False))
 
 
+def test_a_replica_that_is_tried_for_days_takes_nothing_with_it() -> None:
+    fleet, (well, lost) = started(2)
+    fleet.take(lost.next("beat"), Gone("it died"))
+    now = 0.0
+    for _ in range(1100):
+        fleet.take(lost.next("open"), ValueError("it does not load"))
+        while not lost.calls:
+            now += fleet.pulse / 2
+            fleet.take(well.next("beat"), None)
+            fleet.tick(now)
+
+
 def test_a_replica_that_loads_in_the_end_is_not_lost() -> None:
     """However often: only refusals one after the other count."""
     fleet, (line,) = started(1)

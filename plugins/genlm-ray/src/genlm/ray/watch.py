@@ -51,7 +51,7 @@ class Watch:
         return [member for member in self.members if self.now >= self._due(member)]
 
     def _due(self, member: Member) -> float:
-        rest = min(2.0 ** (member.failures - 1), REST)
+        rest: float = min(2 ** (member.failures - 1), REST)  # an int has no largest
         limits = {State.STARTING: self.patience, State.RESTING: rest}
         return member.heard_at + limits.get(member.state, SILENT * self.pulse)
 
