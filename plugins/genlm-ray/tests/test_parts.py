@@ -16,8 +16,8 @@ import ray
 import torch
 
 from genlm.core import Adapter, AsyncLM, EngineError, MockAsyncLM, Query, hookimpl
-from genlm.core.errors import InvalidOptionError
-from genlm.core.mock import ByteTokenizer
+from genlm.core.errors import InvalidOptionError, UnsupportedError
+from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.ray.cluster import Cluster
 from genlm.ray.engine import RayEngine
 from genlm.ray.line import Line
@@ -29,9 +29,11 @@ from genlm.ray.wire import HOOKS, Ask, Busy, Description, Gone, Token, received
 from .conftest import PATIENCE
 
 
-def engine_whose_replicas_have(monkeypatch: pytest.MonkeyPatch, *hooks: str) -> RayEngine:
+def engine_whose_replicas_have(
+    monkeypatch: pytest.MonkeyPatch, *hooks: str, described: Description | None = None
+) -> RayEngine:
     """An engine whose fleet does nothing."""
-    described = Description(frozenset(hooks), ByteTokenizer(), 258, None)
+    described = described or Description(frozenset(hooks), ByteTokenizer(), 258, None)
     monkeypatch.setattr(Line, "start", lambda self: None)
     monkeypatch.setattr(Line, "send", lambda self, *call: None)
     monkeypatch.setattr(RayEngine, "_run", lambda self: None)
@@ -47,6 +49,24 @@ def test_it_has_the_hooks_of_the_inner_engine(
     engine = engine_whose_replicas_have(monkeypatch, *hooks)
     with AsyncLM(lambda: engine, backend="ray") as lm:
         assert [hook for hook in HOOKS if lm.supports(hook)] == [*hooks]
+
+
+def test_why_there_is_no_lora_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MockEngine, "genlm_add_lora", None)
+    why = {"genlm_add_lora": "the replicas lack peft"}
+    monkeypatch.setattr(MockEngine, "lacking", why, raising=False)
+
+    async def described() -> Description:
+        replica: Any = Replica()
+        description: Description = await replica.open(("mine", 1), None, "mock", "mock", {})
+        replica.lm.close()
+        return description
+
+    found = asyncio.run(described())
+    engine = engine_whose_replicas_have(monkeypatch, described=found)
+    refused = pytest.raises(UnsupportedError, match="'ray' has no LoRA: the replicas lack peft")
+    with AsyncLM(lambda: engine, backend="ray") as lm, refused:
+        lm.add_new_lora("folder", "a")
 
 
 def test_a_start_that_is_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:

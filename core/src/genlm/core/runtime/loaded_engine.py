@@ -105,7 +105,7 @@ class LoadedEngine:
         self.tokenizer = engine.tokenizer
         self.device = str(engine.device)
         self._model = engine.model
-        self._lacking: Mapping[str, str] = getattr(engine, "lacking", {})
+        self.lacking: Mapping[str, str] = getattr(engine, "lacking", {})
         self.closed = False
         self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
         self.width = len(self.byte_vocab)  # of rows; kept, because users have the list itself
@@ -138,7 +138,7 @@ class LoadedEngine:
                 f"its engine does not implement {hook}, or was loaded without {feature}; see the "
                 "backend's options"
             )
-            why = self._lacking.get(hook, unknown)
+            why = self.lacking.get(hook, unknown)
             raise UnsupportedError(f"backend {self.backend!r} has no {feature}: {why}")
 
     def change(self, hook: str, **arguments: Any) -> None:

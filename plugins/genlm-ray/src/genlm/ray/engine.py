@@ -102,6 +102,7 @@ class RayEngine:
         self.vocab_size = described.vocab_size
         self.max_context = described.max_context
         self.eos_token_ids = described.eos_token_ids
+        self.lacking = described.lacking
         for hook in HOOKS:
             if hook not in described.hooks:
                 setattr(self, hook, None)  # so it is none of this engine's either

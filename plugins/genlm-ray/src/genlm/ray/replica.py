@@ -106,12 +106,17 @@ class InnerLM(AsyncLM):
     def _installed_wrappers(self) -> list[object]:
         return []
 
+    @property
+    def lacking(self) -> Mapping[str, str]:
+        """Why the engine has not some hooks."""
+        return self._engine.lacking
+
 
 class Replica:
     """Loads in a method, not in the constructor, so that the inner backend's error reaches the
     user as it is."""
 
-    lm: AsyncLM  # once it is loaded
+    lm: InnerLM  # once it is loaded
 
     def __init__(self) -> None:
         self._loading = asyncio.Lock()
@@ -156,7 +161,8 @@ class Replica:
         # that the model lacks, for which the program's core has -inf again.
         self._width = min(lm.context([0]).vocab_size, len(lm.byte_vocab))
         hooks = frozenset(hook for hook in HOOKS if lm.supports(hook))
-        return Description(hooks, lm.tokenizer, self._width, lm.max_context, lm.eos_token_ids)
+        limit, ends = lm.max_context, lm.eos_token_ids
+        return Description(hooks, lm.tokenizer, self._width, limit, ends, lm.lacking)
 
     async def _load(self, backend: str, model: str, options: Mapping[str, Any]) -> None:
         pickled = ray.cloudpickle.dumps(options)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ class Description:
     vocab_size: int
     max_context: int | None
     eos_token_ids: Sequence[int] = ()
+    lacking: Mapping[str, str] = {}
 
 
 def ask(request: Request, program: str) -> Ask:
