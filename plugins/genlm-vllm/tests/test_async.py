@@ -75,6 +75,15 @@ def test_forks_compute_a_token_each(engine):
     engine.assert_cold_rows(dict(zip(forks, rows, strict=True)))
 
 
+def test_who_waits_starts_from_what_the_step_before_computes(engine):
+    """The second step is planned while the first runs."""
+    siblings = [Query((*text(77, 50), token)) for token in range(5, 10)]
+    with engine.computed_tokens() as counts:
+        rows = engine.ask(*siblings)
+    assert counts[:2] == [51, 4]
+    engine.assert_cold_rows(dict(zip(siblings, rows, strict=True)))
+
+
 def test_what_is_dropped_between_two_steps_is_never_answered(engine):
     long = SampleRequest(Query(TEXT[:20]), SamplingParams(max_tokens=100, temperature=0.0))
     for newcomers in ([long], [], [], []):

@@ -152,6 +152,9 @@ def suited():
     return SimpleNamespace(
         schedule=None,
         requests={},
+        running=[],
+        max_num_running_reqs=1,
+        waiting=SimpleNamespace(remove_requests=None, prepend_requests=None),
         connector=None,
         hash_block_size=BLOCK,
         vllm_config=SimpleNamespace(attention_config=SimpleNamespace(backend=None)),

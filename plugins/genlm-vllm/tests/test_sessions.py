@@ -99,6 +99,7 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
 
     def begin(new):
         sessions.held.add(new)
+        sessions.held.complete(new)
         blocks.begin(new, held.values())
 
     def given_up(released):
@@ -167,6 +168,7 @@ def test_what_a_request_fills_itself_is_its_own():
     held = Held(BLOCK)
     first, same = session(*range(8), request_id="a"), session(*range(8), request_id="b")
     held.add(first)
+    held.complete(first)
     held.add(same)
     assert held.tokens == 12 + 12 - 4  # not the second block, which the last token fills
     short, long = session(*range(7), request_id="c"), session(*range(9), request_id="c")
@@ -181,3 +183,16 @@ def test_what_a_request_fills_itself_is_its_own():
     assert held.tokens == later.tokens
     held.remove(later)
     assert held.tokens == 0
+
+
+def test_what_a_last_token_fills_is_for_others_once_it_is_computed():
+    """Before, vLLM may begin the longer one first."""
+    held = Held(BLOCK)
+    first, longer = session(*range(8), request_id="a"), session(*range(9), request_id="b")
+    held.add(first)
+    held.add(longer)
+    assert held.tokens == 12 + 12 - 4
+    held.remove(longer)
+    held.complete(first)
+    held.add(longer)
+    assert held.tokens == 12 + 12 - 8

@@ -21,11 +21,14 @@ from collections.abc import Hashable
 from typing import Any, cast
 
 from genlm.core.logs import get_logger
+from genlm.kit.newcomers import forward_worth
+from genlm.vllm.newcomers import Newcomers, is_text
 
 log = get_logger()
 
 SCHEDULER_NAMES = (
-    "schedule", "requests", "connector", "hash_block_size", "vllm_config.attention_config",
+    "schedule", "requests", "running", "max_num_running_reqs", "waiting.remove_requests",
+    "waiting.prepend_requests", "connector", "hash_block_size", "vllm_config.attention_config",
     "kv_cache_config.kv_cache_groups", "kv_cache_manager.enable_caching",
     "kv_cache_manager.get_computed_blocks", "kv_cache_manager.take_kv_cache_block_copies",
     "kv_cache_manager.coordinator.single_type_managers",
@@ -72,13 +75,21 @@ class Forks:
         # In this step: the admitted requests; and the sources, by how many full blocks they share.
         self._admitted: set[str] = set()
         self._sources: dict[int, Sources] = {}
+        self._newcomers = Newcomers(scheduler, self._size, self._known, _worth_a_step())
         self._find, manager.get_computed_blocks = manager.get_computed_blocks, self._computed_blocks
         self._plan, scheduler.schedule = scheduler.schedule, self._schedule
 
     def _schedule(self, *args: Any, **options: Any) -> Any:
         self._admitted.clear()
         self._sources.clear()
-        return self._plan(*args, **options)
+        with self._newcomers.held_back():
+            self._sources.clear()  # before it admits, vLLM may preempt some
+            return self._plan(*args, **options)
+
+    def _known(self, request: Any, shared: int) -> int:
+        """How many tokens a new request need not compute, of so many that another one shares: vLLM
+        finds full blocks even if this step computes them."""
+        return self._best_source(request, shared // self._size * self._size)[1]
 
     def _computed_blocks(
         self, request: Any, max_cache_hit_length: int | None = None
@@ -95,7 +106,7 @@ class Forks:
         # another request computes in this step. So it is not a source yet.
         self._admitted.add(request.request_id)
         # Prompts whose log-probabilities are wanted must be computed.
-        if limit or request.skip_reading_prefix_cache or not _is_text(request):
+        if limit or request.skip_reading_prefix_cache or not is_text(request):
             return blocks, known, boundary
         source, shared = self._best_source(request, known)
         if source is None:
@@ -130,16 +141,17 @@ class Forks:
             # Without those that an asynchronous scheduler has computed but does not know yet.
             end = min(source.num_computed_tokens, known + self._size)
             computed = source.all_token_ids[known:end]
-            if computed and source.request_id not in self._admitted and _is_text(source):
+            if computed and source.request_id not in self._admitted and is_text(source):
                 sources[_beginning(source, full)].append((computed, source.request_id))
         for each in sources.values():
             each.sort()
         return sources
 
 
-def _is_text(request: Any) -> bool:
-    """Whether a request's prompt is nothing but token ids."""
-    return not request.mm_features and request.prompt_embeds is None
+def _worth_a_step() -> int:
+    from vllm.platforms import current_platform
+
+    return forward_worth(current_platform.device_type)
 
 
 def _beginning(request: Any, full: int) -> Hashable:

@@ -30,7 +30,9 @@ class Held:
     """Counts the tokens of requests that vLLM has: those of full blocks that several share once.
 
     A request shares the blocks that are there when vLLM begins it, but for one that its last token
-    fills: that token is computed. Blocks that it fills later are its own, whatever others have.
+    fills: that token is computed. Blocks that it fills later are its own, whatever others have. Of
+    requests that begin alike vLLM begins the longest first, so one that a last token fills is for
+    others when it is computed.
 
     Args:
         block_size: Tokens in a block; ``None`` where requests share no blocks.
@@ -50,13 +52,17 @@ class Held:
         there = (self._known.get(key) for key, _ in self._blocks(request, 0, all_full=False))
         shared = next((block for block in there if block is not None), None)
         self.tokens += request.tokens - (shared.end if shared else 0)
-        self._fill(request, shared)
+        self._fill(request, shared, all_full=False)
+
+    def complete(self, request: VllmRequest) -> None:
+        """A request is computed, and stays."""
+        self.extend(request, request)
 
     def extend(self, request: VllmRequest, longer: VllmRequest) -> None:
         """A request goes on as a longer one, under the same id."""
         last = self._last[request.request_id]
         self.tokens += longer.tokens - request.tokens
-        self._fill(longer, last)
+        self._fill(longer, last, all_full=True)
         if last is not None:
             last.users -= 1
 
@@ -78,9 +84,9 @@ class Held:
         self._known.clear()
         self._last.clear()
 
-    def _fill(self, request: VllmRequest, last: Block | None) -> None:
+    def _fill(self, request: VllmRequest, last: Block | None, *, all_full: bool) -> None:
         """Give a request the full blocks after the last one that it has."""
-        filled = [*self._blocks(request, last.end if last else 0, all_full=True)]
+        filled = [*self._blocks(request, last.end if last else 0, all_full=all_full)]
         for key, end in reversed(filled):
             if last is not None:
                 last.users += 1
@@ -91,7 +97,7 @@ class Held:
         self._last[request.request_id] = last
 
     def _blocks(
-        self, request: VllmRequest, start: int, all_full: bool
+        self, request: VllmRequest, start: int, *, all_full: bool
     ) -> Iterator[tuple[Hashable, int]]:
         """The keys and ends of a request's full blocks from a place on, the last first; without
         ``all_full`` only those before its last token."""

@@ -59,7 +59,9 @@ class RequestsInFlight:
             if request is not None and request.take(output):
                 over.append(request)
                 self._remove(request)
-                if not request.is_kept:
+                if request.is_kept:
+                    self._held.complete(request)
+                else:
                     self._held.remove(request)
         self._watch(outputs)
         return over

@@ -115,6 +115,7 @@ class Sessions:
         """Keep ``session`` until :meth:`clear`, never to be extended itself."""
         self._pinned[session.prompt] = session
         self._pins.add(session)
+        self._pins.complete(session)
 
     def is_pinned(self, query: Query) -> bool:
         return query in self._pinned

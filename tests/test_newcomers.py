@@ -1,0 +1,132 @@
+"""Which requests wait for one that begins like them, without an engine."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm.kit.newcomers import EACH, Leaders, forward_worth
+from genlm.kit.prefixes import key_of
+
+WORTH = 40
+START = tuple(range(20))
+
+
+def keys(*contexts, version=0):
+    return {ids: key_of(version, ids) for ids in contexts}
+
+
+def nothing(one, shared):
+    return 0
+
+
+def test_the_first_of_those_as_long_goes_and_the_others_wait():
+    new = keys(*((*START, last) for last in range(4)))
+    assert Leaders(WORTH).waiting({}, new, nothing) == set(list(new)[1:])
+
+
+def test_the_longest_goes_and_what_it_begins_with_waits():
+    new = keys(*(START[:length] for length in range(1, 21)))
+    wait = Leaders(WORTH).waiting({}, new, nothing)
+    assert wait == {ids for ids in new if EACH < len(ids) < 20}
+
+
+def test_nobody_waits_for_less_than_a_forward():
+    new = keys(*((*START, last) for last in range(2)))
+    assert not Leaders(WORTH).waiting({}, new, nothing), "it saves 20 tokens"
+    assert Leaders(20).waiting({}, new, nothing)
+    assert forward_worth("cuda") > forward_worth("cpu") == WORTH
+
+
+def test_nobody_waits_for_few_tokens_of_its_own():
+    new = keys(*((*START, last) for last in range(60)))
+    assert not Leaders(WORTH).waiting({}, new, lambda one, shared: shared - EACH + 1)
+    assert Leaders(WORTH).waiting({}, new, lambda one, shared: shared - EACH)
+
+
+def test_another_adapter_begins_otherwise():
+    new = {(version, last): key_of(version, (*START, last)) for version, last in [
+        (0, 1), (1, 2), (2, 3), (3, 4)
+    ]}  # fmt: skip
+    assert not Leaders(1).waiting({}, new, nothing)
+
+
+def test_they_wait_for_one_that_is_under_way_and_no_longer():
+    leaders: Leaders = Leaders(WORTH)
+    begun, new = keys((*START, 1)), keys((*START, 2), (*START, 3))
+    for _ in range(3):
+        assert leaders.waiting(begun, new, nothing) == {*new}
+    assert not leaders.waiting(begun, new, lambda one, shared: shared)
+    assert not leaders.waiting({}, {}, nothing)
+
+
+@pytest.mark.parametrize("fate", ["does not begin", "leaves", "is preempted"])
+def test_who_has_waited_in_vain_waits_for_no_later_one(fate):
+    """The longest was asked last, so another one may have no room for it, and some for others."""
+    leaders: Leaders = Leaders(WORTH)
+    new = keys(*((*START, last) for last in range(5)), (*START, 5, 6, 7))
+    *others, first = new
+    assert leaders.waiting({}, new, nothing) == {*others}
+    left = {one: new[one] for one in others}
+    if fate != "does not begin":
+        assert leaders.waiting({first: new[first]}, left, nothing) == {*others}
+    assert not leaders.waiting({}, left if fate == "leaves" else new, nothing) & {others[0]}
+
+
+def test_they_wait_for_one_before_them_until_its_turn_comes():
+    """As where a step has no room for all prompts."""
+    leaders: Leaders = Leaders(WORTH)
+    first, *others = new = keys(*((*START, last) for last in range(5)))
+    for _ in range(3):
+        assert leaders.waiting({}, new, nothing) == {*others}
+    assert leaders.waiting({first: b""}, keys(*others), lambda one, shared: shared) == set()
+
+
+def test_who_knows_more_waits_for_the_next():
+    """Of a tree each branch is computed once."""
+    leaders: Leaders = Leaders(10)
+    branches = [[(*START, n, *range(30, 50), last) for last in (1, 2)] for n in (1, 2)]
+    new = keys(*branches[0], *branches[1])
+    assert leaders.waiting({}, new, nothing) == {*new} - {branches[0][0]}
+    left = keys(*branches[1])
+    assert len(leaders.waiting({}, left, lambda one, shared: 20)) == 1
+
+
+def test_nobody_waits_for_one_after_the_other_where_what_they_compute_is_lost():
+    leaders: Leaders = Leaders(WORTH)
+    new = keys(*((*START, last) for last in range(9)))
+    others = [*new][1:]
+    assert leaders.waiting({}, new, nothing) == {*others}
+    assert leaders.waiting({}, keys(*others), nothing) == set()
+
+
+contexts = st.lists(st.integers(0, 1), min_size=1, max_size=30).map(tuple)
+
+
+@given(st.sets(contexts, min_size=1, max_size=20), st.integers(0, 60), st.integers(1, 8), st.data())
+def test_whatever_happens_all_are_let_go(new, worth, each, data):
+    """One that is let go may begin, or be sent back; those that begin end some time."""
+    leaders: Leaders = Leaders(worth, each)
+    waiting, begun, steps = keys(*sorted(new)), {}, 0
+    computed: set = set()
+
+    def known(one, shared):
+        return max([length for length in range(shared + 1) if one[:length] in computed], default=0)
+
+    while waiting:
+        wait = leaders.waiting(begun, waiting, known)
+        assert wait < {*waiting, *begun}
+        steps += 1
+        assert steps < 40 * (len(new) + 1)
+        for one in [*begun]:
+            fate = data.draw(st.sampled_from(["goes on", "ends", "preempted", "dropped"]))
+            if fate == "ends":
+                computed |= {one[:length] for length in range(len(one) + 1)}
+            if fate != "goes on" or steps % 5 == 0:
+                key = begun.pop(one)
+                if fate == "preempted" and steps < 10 * len(new):
+                    waiting[one] = key
+        for one in [one for one in waiting if one not in wait]:
+            if data.draw(st.booleans()) or steps > 10 * len(new):
+                begun[one] = waiting.pop(one)
