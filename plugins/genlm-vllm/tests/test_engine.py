@@ -288,16 +288,33 @@ def test_scores_read_no_state_that_vllm_leaves_out_of_them(engine):
 
 
 @pytest.mark.parametrize(
-    ("length", "mode", "worth"),
+    ("length", "mode", "known", "worth"),
     [
-        (2, "raw_logprobs", True),
-        (2, "raw_logits", False),  # the engine was told to give logits
-        (200, "raw_logprobs", False),  # rows find the key/value state of a long context
+        (40, "raw_logprobs", False, True),
+        (40, "raw_logits", False, False),  # the engine was told to give logits
+        (200, "raw_logprobs", False, False),  # rows find the key/value state of a long context
+        (40, "raw_logprobs", True, False),  # and of a known one
+        (8, "raw_logprobs", True, True),
     ],
 )
-def test_a_long_continuation_of_a_short_context_is_scored_by_vllm(length, mode, worth):
-    core = SimpleNamespace(block_size=32, logprobs_mode=mode)
-    assert worth_scoring(ScoreRequest(Query(text(0, length)), (3, 4, 5)), core) is worth
+def test_a_long_continuation_of_a_short_context_is_scored_by_vllm(length, mode, known, worth):
+    core = SimpleNamespace(block_size=32, logprobs_mode=mode, forks=True, device_type="cpu")
+    request = ScoreRequest(Query(text(0, length)), (3, 4, 5))
+    assert worth_scoring(request, core, known) is worth
+    for setting in ({"forks": False}, {"device_type": "cuda"}):
+        other = SimpleNamespace(**vars(core) | setting)
+        assert worth_scoring(request, other, True) is worth_scoring(request, other, False)
+
+
+def test_scores_whose_context_is_computed_anyhow_are_left_to_rows(engine):
+    """One that several have, or a session."""
+    prompt = Query(text(0, 40))
+    labels = [ScoreRequest(prompt, text(seed, 3)) for seed in (1, 2, 3)]
+    assert engine.score([prompt] * 3, [each.continuation for each in labels]) == [None] * 3
+    (alone,) = engine.ask(labels[0])
+    assert alone is not None
+    engine.ask(prompt)
+    assert engine.ask(labels[1]) == [None]
 
 
 # --- two models, and other options ----------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,20 +79,31 @@ class VllmEngine:
     def _receive(self, requests: Sequence[Request]) -> list[Answer]:
         """Hand new requests to vLLM; those that it cannot serve are answered with ``None``."""
         declined = []
+        known = self._known([each.query for each in requests if isinstance(each, ScoreRequest)])
         for request in requests:
-            if self._is_native(request):
+            if self._is_native(request, known):
                 self._launch(self._prepared(request))
             else:
                 declined.append(Answer(request, None))
         return declined
 
-    def _is_native(self, request: Request) -> bool:
-        """Whether vLLM answers this itself, exactly and at less cost than rows."""
+    def _known(self, scored: Sequence[Query]) -> set[Query]:
+        """Contexts that are computed anyhow: sessions, and what several scores have."""
+        times = Counter(scored)
+        return {query for query in times if times[query] > 1 or self._sessions.has(query)}
+
+    def _is_native(self, request: Request, known: Container[Query]) -> bool:
+        """Whether vLLM answers this itself, exactly and at less cost than rows.
+
+        Args:
+            request: What is asked.
+            known: The contexts of scores that are computed anyhow.
+        """
         match request:
             case SampleRequest():
                 return vllm_draws(request, self._core)
             case ScoreRequest():
-                return worth_scoring(request, self._core)
+                return worth_scoring(request, self._core, request.query in known)
         return True
 
     def _prepared(self, request: Request) -> VllmRequest:

@@ -40,6 +40,9 @@ REQUEST_NAMES = (
 )  # fmt: skip
 SIGNATURES = (["request"], ["request", "max_cache_hit_length"])  # to 0.32; 0.33
 
+#: Where a scheduler with forks has them.
+MARK = "genlm_forks"
+
 #: By the first blocks of requests: the tokens of their next block, and their ids; sorted.
 Sources = dict[Hashable, list[tuple[list[int], str]]]
 
@@ -55,7 +58,7 @@ def forking_scheduler(vllm_config: Any, **parts: Any) -> Any:
     elif reason := _unsuited(scheduler):
         log.info("vllm.forks_off", reason=reason)
     else:
-        Forks(scheduler)
+        setattr(scheduler, MARK, Forks(scheduler))
     return scheduler
 
 

@@ -8,6 +8,9 @@ from genlm.core.errors import EngineError
 from genlm.core.types import Query, ScoreRequest, TokenIds
 from genlm.vllm.internals import EngineCore
 
+#: On a CPU, the row of a fork takes as long as so many tokens of a prompt more than a score's.
+A_ROW = 3
+
 
 def scored(request: ScoreRequest) -> Query:
     """The context and the continuation without its last token: not longer than for rows. The last
@@ -34,12 +37,19 @@ def scores(
     return torch.cat([prompt_logprobs[1 - len(continuation) :].to(last), last])
 
 
-def worth_scoring(request: ScoreRequest, core: EngineCore) -> bool:
+def worth_scoring(request: ScoreRequest, core: EngineCore, known: bool) -> bool:
     """Whether this takes less than a row per token.
 
     vLLM reads no key/value state for a prompt whose log-probabilities are wanted: it computes the
-    context again. Rows find all full blocks, and each recomputes half a block on average. With
-    ``logprobs_mode`` the user may have asked for logits.
+    context again. Rows find all full blocks, and without forks each recomputes half a block on
+    average. With ``logprobs_mode`` the user may have asked for logits.
+
+    Args:
+        request: What is asked.
+        core: vLLM.
+        known: Whether the context is computed anyhow.
     """
     context, continuation = request.query.length, len(request.continuation)
-    return context < core.block_size // 2 * continuation and core.logprobs_mode.endswith("logprobs")
+    by_rows = known and core.forks and core.device_type == "cpu"
+    row = A_ROW if by_rows else core.block_size // 2
+    return context < row * continuation and core.logprobs_mode.endswith("logprobs")
