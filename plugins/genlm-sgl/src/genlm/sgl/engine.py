@@ -11,6 +11,7 @@ from genlm.core.errors import UnsupportedError
 from genlm.core.logs import get_logger
 from genlm.core.types import Request, SampleRequest
 from genlm.kit.memory import lower
+from genlm.kit.newcomers import forward_worth
 from genlm.sgl.internals import Scheduler
 from genlm.sgl.newcomers import Newcomer, Newcomers
 from genlm.sgl.sampling import native_draw
@@ -31,9 +32,10 @@ class SglEngine:
         self.eos_token_ids: list[int] = []
         self.vocab_size = scheduler.vocab_size
         self.max_context = scheduler.longest_prompt
-        self.device = str(next(self.model.parameters()).device)
+        device = next(self.model.parameters()).device
+        self.device = str(device)
         self._in_flight: dict[str, Request] = {}
-        self._newcomers = Newcomers(scheduler)
+        self._newcomers = Newcomers(scheduler, forward_worth(device.type))
         self._pinned: dict[Query, Any] = {}
         self._asked = 0
 

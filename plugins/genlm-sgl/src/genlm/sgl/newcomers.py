@@ -6,16 +6,15 @@ computed once for each of its continuations that are asked together.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from attrs import define
 
 from genlm.core import Query
+from genlm.kit.newcomers import EACH, Leaders
+from genlm.kit.prefixes import key_of
 from genlm.sgl.internals import Scheduler
-
-#: So many tokens are worth a step of waiting.
-WORTH = 8
 
 
 @define(eq=False)
@@ -27,26 +26,34 @@ class Newcomer:
         query: Its prompt.
         adapter: The id of its adapter in SGLang.
         draw: SGLang's sampling parameters, for a draw.
-        leader: The one that computes its beginning.
-        known: How many of its tokens SGLang knew when it last waited; -1 before.
     """
 
     key: str
     query: Query
     adapter: str | None
     draw: Mapping[str, Any] | None
-    leader: Newcomer | None = None
-    known: int = -1
+
+    @property
+    def prompt(self) -> bytes:
+        """See :func:`~genlm.kit.prefixes.key_of`."""
+        adapter = self.query.adapter
+        return key_of(adapter.version if adapter else 0, self.query.token_ids)
 
 
 class Newcomers:
-    """Those of one engine."""
+    """Those of one engine.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    Args:
+        scheduler: SGLang's.
+        worth: They wait if this saves so many tokens in all.
+    """
+
+    def __init__(self, scheduler: Scheduler, worth: int) -> None:
         self._scheduler = scheduler
-        self._worth = max(WORTH, scheduler.page_size)
+        self._each = max(EACH, scheduler.page_size)
+        self._leaders: Leaders[Newcomer] = Leaders(worth, self._each)
         self._waiting: dict[str, Newcomer] = {}
-        self._leading: list[Newcomer] = []  # those in SGLang for which others may wait
+        self._begun: list[Newcomer] = []  # those in SGLang for which others may wait
 
     def add(self, newcomer: Newcomer) -> None:
         self._waiting[newcomer.key] = newcomer
@@ -57,48 +64,31 @@ class Newcomers:
 
     def clear(self) -> None:
         self._waiting.clear()
-        self._leading.clear()
+        self._begun.clear()
 
     def admit(self) -> None:
-        """Hand to SGLang all but those whose beginning another one computes."""
-        if not self._waiting:
-            return
+        """Hand to SGLang all but those that should wait for another one."""
         computing = self._scheduler.computing
-        self._leading = [each for each in self._leading if each.key in computing]
-        known = self._known([*self._leading, *self._waiting.values()])
-        leaders = {self._beginning(each, known): each for each in self._leading}
-        wait = set()
-        # The longest leads: it may have the others in it.
-        for each in sorted(self._waiting.values(), key=lambda each: -each.query.length):
-            beginning = self._beginning(each, known)
-            if beginning is None:
-                continue
-            leader = leaders.setdefault(beginning, each)
-            # Who has waited for one in vain waits for no other.
-            if leader is not each and (leader is each.leader or known[each] > each.known):
-                each.leader, each.known = leader, known[each]
-                wait.add(each)
-            else:
-                self._leading.append(each)
+        self._begun = [each for each in self._begun if each.key in computing]
+        some = [each for each in self._waiting.values() if self._may_share(each)]
+        alone = len(some) + len(self._begun) < 2
+        wait = set() if alone else self._that_wait(some)
+        self._begun += [each for each in some if each not in wait]
         for each in [each for each in self._waiting.values() if each not in wait]:
             self._submit(self._waiting.pop(each.key))
 
-    def _known(self, newcomers: Sequence[Newcomer]) -> dict[Newcomer, int]:
-        """How many first tokens SGLang finds, of each that may share some."""
-        if not self._scheduler.keeps_prompts:
-            return {}
-        long = [
-            each for each in newcomers if each.query.length > self._worth and not each.query.cold
-        ]
-        found = self._scheduler.known([(each.query.token_ids, each.adapter) for each in long])
-        return dict(zip(long, found, strict=True))
+    def _may_share(self, newcomer: Newcomer) -> bool:
+        query = newcomer.query
+        return self._scheduler.keeps_prompts and query.length > self._each and not query.cold
 
-    def _beginning(self, newcomer: Newcomer, known: Mapping[Newcomer, int]) -> Hashable:
-        """Equal for two that compute the same tokens first; ``None`` for one that computes few."""
-        least = known.get(newcomer, newcomer.query.length) + self._worth
-        if newcomer.query.length <= least:
-            return None
-        return newcomer.adapter, newcomer.query.token_ids[:least]
+    def _that_wait(self, some: list[Newcomer]) -> set[Newcomer]:
+        found = self._scheduler.known([(each.query.token_ids, each.adapter) for each in some])
+        known = dict(zip(some, found, strict=True))
+        return self._leaders.waiting(
+            {each: each.prompt for each in self._begun},
+            {each: each.prompt for each in some},
+            lambda one, shared: min(known[one], shared),
+        )
 
     def _submit(self, newcomer: Newcomer) -> None:
         # Nothing was ever cached in a cold query's own namespace.
