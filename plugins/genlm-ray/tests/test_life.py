@@ -33,7 +33,8 @@ pids = [os.getpid(), *(pid for part in parts.values() for pid in part)]
 print(*pids, flush=True)
 """
 
-INTERRUPTED = "os.kill(os.getpid(), 2)"
+#: To this thread: another one might take the signal after the program has ended.
+INTERRUPTED = "import signal; signal.raise_signal(2)"
 
 #: The head's control process dies: rows are answered until Ray ends the program.
 HEADLESS = """
