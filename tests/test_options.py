@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from decimal import Decimal
 
 import numpy as np
 import pytest
+import torch
 
 from genlm.core import AsyncLM, InvalidOptionError, PluginError, hookimpl, load_model_by_name
 from genlm.core.mock import ByteTokenizer, MockEngine
@@ -70,6 +72,11 @@ def test_by_default_nothing_waits_and_a_batch_has_no_limit():
 @pytest.mark.parametrize("timeout", [0, 0.1, np.float32(0.1), np.int64(1), threading.TIMEOUT_MAX])
 def test_timeouts_that_are_accepted(timeout):
     assert CoreOptions(timeout=timeout).timeout == timeout
+
+
+@pytest.mark.parametrize("timeout", [np.float32(1e-3), torch.tensor(1e-3), Decimal("0.001")])
+def test_a_timeout_may_be_any_number(mock, timeout):
+    assert mock(timeout=timeout).next_token_logprobs_sync([1]).shape == (258,)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ class AsyncLM(GenerationMixin):
             start,
             name=f"genlm-{backend}",
             batch_size=core.batch_size,
-            timeout=core.timeout,
+            timeout=float(core.timeout),
             timeline=timeline,
             counters=counters,
         )
