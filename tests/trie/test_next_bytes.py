@@ -304,6 +304,26 @@ def test_a_text_of_which_the_likely_ways_end_is_followed_by_the_others():
         assert asyncio.run(follow()) == pytest.approx(-20.0, abs=1e-5)
 
 
+class Tabled(Asked):
+    """The probabilities of the tokens ``a``, ``abc``, ``bc`` by the context's length."""
+
+    def __init__(self, *table: list[float]) -> None:
+        super().__init__(Random([b"a", b"abc", b"bc"], set(), 0, 0.0))
+        self.table = table
+
+    def _get_logprobs(self, token_ids: list[int]) -> torch.Tensor:
+        return torch.tensor([*self.table[len(token_ids) - 1], 0.0]).log()
+
+
+def test_inside_tokens_none_is_left_out_that_is_as_likely_as_any():
+    async def follow():
+        prefix = await BytePrefix.after(lm, [0], min_share=0.9)
+        return await (await prefix.extend(b"ab")).next_byte_logprobs()
+
+    with Tabled([0.5, 0.5, 0.0], [0.0, 0.0, 1.0]) as lm:  # as one token, or as two
+        assert asyncio.run(follow())[ord("c")] == 0.0
+
+
 def test_what_is_refused(lm):
     prefix = asyncio.run(BytePrefix.after(lm, [0]))
     for ask, said in (

@@ -267,7 +267,7 @@ class BytePrefix:
         inside = [going for reading in grown if (going := reading.going_on(nodes))]
         ended = [end for reading in grown for end in reading.endings(self._trie)]
         # Compared with what ends here, so that a byte which surprises those inside has a way too.
-        least = max((end.logprob for end in ended), default=logprob)
+        least = max((each.mass for each in ended or inside), default=logprob)
         least += math.log(self._min_share) if self._min_share else -math.inf
         likely = tuple(reading for reading in (*inside, *ended) if reading.mass >= least)
         return evolve(
