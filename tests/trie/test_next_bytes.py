@@ -324,6 +324,22 @@ def test_inside_tokens_none_is_left_out_that_is_as_likely_as_any():
         assert asyncio.run(follow())[ord("c")] == 0.0
 
 
+def test_a_row_without_mass_has_no_next_byte():
+    async def follow():
+        prefix = await (await BytePrefix.after(lm, [0])).extend(b"a")
+        assert (await prefix.extend(b"a")).logprob == -math.inf
+        await prefix.next_byte_logprobs()
+
+    nothing = [0.0, 0.0, 0.0]
+    with Tabled([1.0, 0.0, 0.0], nothing) as lm, pytest.raises(InvalidInputError, match="no byte"):
+        asyncio.run(follow())
+    # The likeliest of two tokenisations has no way on.
+    with Tabled([0.9, 0.1, 0.0], nothing) as lm:
+        prefix = asyncio.run(BytePrefix.after(lm, [0]))
+        prefix = asyncio.run(prefix.extend(b"a"))
+        assert asyncio.run(prefix.next_byte_logprobs())[ord("b")] == 0.0
+
+
 def test_what_is_refused(lm):
     prefix = asyncio.run(BytePrefix.after(lm, [0]))
     for ask, said in (

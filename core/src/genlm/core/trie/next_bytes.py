@@ -176,13 +176,13 @@ class BytePrefix:
             a special token, such as the end of the sequence, or one without bytes.
 
         Raises:
-            InvalidInputError: The text so far has probability 0.
+            InvalidInputError: The text so far has probability 0, or all that may follow has.
         """
         readings = await self._with_rows()
         if not readings:
             raise InvalidInputError(
-                f"the text {self.text!r:.80} has probability 0 after this context, so no byte "
-                "comes next; give one that the model may write"
+                f"the text {self.text!r:.80} has probability 0 after this context, or all that may "
+                "follow it has, so no byte comes next; give one that the model may write"
             )
         heaviest = max(reading.logprob for reading in readings)
         masses = sum(
@@ -253,9 +253,10 @@ class BytePrefix:
                 raise InvalidQueryError(f"{error}: the text after it needs room, too") from None
             for reading, row in zip(begun, rows, strict=True):
                 masses = np.exp(row.detach().double().cpu().numpy())[self._trie.positions]
-                no_byte = float(masses[~self._is_text].sum())
-                masses[~self._is_text] = 0.0
-                inside.append(evolve(reading, masses=masses, no_byte=no_byte))
+                if masses.any():  # else nothing comes next, as where a wrapper bans all
+                    no_byte = float(masses[~self._is_text].sum())
+                    masses[~self._is_text] = 0.0
+                    inside.append(evolve(reading, masses=masses, no_byte=no_byte))
             self._asked.append(inside)
         return self._asked[0]
 
