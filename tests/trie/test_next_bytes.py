@@ -285,20 +285,24 @@ def test_what_changes_while_a_text_is_followed_changes_nothing():
 
 
 def test_a_text_of_which_the_likely_ways_end_is_followed_by_the_others():
-    vocab = [b"a", b"aa", b"aaa", b"b"]
+    vocab = [b"a", b"aa", b"aaa", b"b", b"bb"]
 
     class Surprised(Asked):
         def _get_logprobs(self, token_ids):
             unlikely = {(0,): {1: 0.0, 0: -20.0}, (0, 0): {0: 0.0}, (0, 1): {2: 0.0}}
             row = torch.full((len(self.random),), -torch.inf)
-            for token_id, logit in unlikely.get(tuple(token_ids), {3: 0.0}).items():
+            for token_id, logit in unlikely.get(tuple(token_ids), {3: 0.0, 4: -20.0}).items():
                 row[token_id] = logit
             return row.log_softmax(0)
 
     async def follow():
         prefix = await BytePrefix.after(lm, [0])
         assert (await prefix.extend(b"aa")).logprob == pytest.approx(0.0, abs=1e-6)
-        return (await prefix.extend(b"aab")).logprob
+        surprised = await prefix.extend(b"aab")
+        before = lm.stats.rows
+        assert (await surprised.extend(b"b" * 15)).logprob == pytest.approx(-20.0, abs=1e-5)
+        assert lm.stats.rows - before < 30  # all ways to write these are 987
+        return surprised.logprob
 
     with Surprised(Random(vocab, set(), 0, 0.0)) as lm:
         assert asyncio.run(follow()) == pytest.approx(-20.0, abs=1e-5)

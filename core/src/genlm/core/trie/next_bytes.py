@@ -209,7 +209,7 @@ class BytePrefix:
                 self, min_share=0.0, readings=(self._first,), cut=False, text=b"", logprob=0.0
             )
             start.check_contexts(longer.text, 10_000)
-            return await start.extend(longer.text)
+            return evolve(await start.extend(longer.text), min_share=self._min_share)
         return longer
 
     def check_contexts(self, more: bytes, limit: int) -> None:
