@@ -138,6 +138,14 @@ def test_a_reader_that_has_seen_enough_is_told_nothing(asked):
     assert process.returncode == 1
 
 
+@pytest.mark.parametrize("closed", ["1", "2"])
+@pytest.mark.parametrize("asked", [["--version"], ["sample", *ON_MOCK, "--temperature=0"]])
+def test_an_output_may_be_closed(asked, closed):
+    in_a_shell = ["sh", "-c", f'exec "$@" {closed}>&-', "sh", *GENLM, *asked]
+    done = subprocess.run(in_a_shell, capture_output=True)
+    assert (done.returncode, done.stderr, bool(done.stdout)) == (0, b"", closed == "2")
+
+
 # --- sample ---------------------------------------------------------------------------------------
 
 

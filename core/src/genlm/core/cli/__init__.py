@@ -35,6 +35,9 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as by `2>&-`
+            setattr(sys, name, open(os.devnull, mode, errors="replace"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # texts may have what the output cannot show
         sys.stdout.reconfigure(errors="replace")
     given = sys.argv[1:] if arguments is None else arguments
