@@ -113,6 +113,21 @@ def test_a_wrong_draw(load, drawn, what, check):
         asyncio.run(load(Engine, check=check).sample([1], 2, [5]))
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_a_draw_of_padding(load, check):
+    class Engine(MockEngine):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.vocab_size = 264
+
+        @hookimpl
+        def genlm_sample(self, queries, params):
+            return [[258]]
+
+    with pytest.raises(PluginError, match="the token id 258; the model has ids 0 to 257"):
+        asyncio.run(load(Engine, check=check).sample([1], 2, [5]))
+
+
 @pytest.mark.parametrize(
     ("score", "what"),
     [

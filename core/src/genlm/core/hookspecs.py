@@ -291,7 +291,7 @@ def genlm_sample(
     queries: Sequence[Query], params: Sequence[SamplingParams]
 ) -> Sequence[Sequence[int]] | None:
     """Draw one continuation per query natively: token ids without the stop token, at most
-    ``params[i].max_tokens``.
+    ``params[i].max_tokens``. An id that the tokenizer lacks (padded embeddings) is an error.
 
     Return ``None`` if the engine does not support these parameters. Then, or without an
     implementation, the core draws from next-token rows. Equal queries with equal parameters are

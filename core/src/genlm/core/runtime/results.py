@@ -112,7 +112,8 @@ class Results:
             if isinstance(request, SampleRequest):
                 try:
                     ids = [*map(operator.index, result)]
-                    wrong = wrong_draw(ids, request.params, self._vocab_size)
+                    known = min(self._vocab_size, self._width)
+                    wrong = wrong_draw(ids, request.params, known)
                 except TypeError:
                     wrong = f"{safe_repr(result)}, not a list of token ids"
                 if wrong is not None:
@@ -262,15 +263,15 @@ def wrong_row(row: torch.Tensor, within: float) -> str | None:
     return None
 
 
-def wrong_draw(ids: Sequence[int], params: SamplingParams, vocab_size: int) -> str | None:
+def wrong_draw(ids: Sequence[int], params: SamplingParams, known: int) -> str | None:
     """What is wrong with a draw."""
     if len(ids) > params.max_tokens:
         return f"{len(ids)} tokens; at most max_tokens={params.max_tokens} were asked"
     if stops := params.stop_token_ids.intersection(ids):
         return f"the stop token {min(stops)} in a continuation; leave it out"
     for token_id in ids:
-        if not 0 <= token_id < vocab_size:
-            return f"the token id {token_id}; the model has ids 0 to {vocab_size - 1}"
+        if not 0 <= token_id < known:
+            return f"the token id {token_id}; the model has ids 0 to {known - 1}"
     return None
 
 
