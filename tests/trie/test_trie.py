@@ -223,6 +223,13 @@ def test_weights_of_any_precision(trie_class, vocabulary, weights, dtype):
 
 
 @tries
+@pytest.mark.parametrize("dtype", [">f8", np.longdouble])
+def test_weights_that_pytorch_cannot_read(trie_class, vocabulary, weights, dtype):
+    trie = trie_class(vocabulary)
+    assert np.array_equal(trie.weight_sum(weights[0].astype(dtype)), trie.weight_sum(weights[0]))
+
+
+@tries
 def test_results_of_any_kind(trie_class, vocabulary, weights):
     trie = trie_class(vocabulary)
     exact = trie.batch_weight_sum(weights)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 FloatArray = npt.NDArray[np.floating[Any]]
 
+#: Those that PyTorch has, too: no long double, and no other byte order.
+FLOATS = (np.float16, np.float32, np.float64)
+
 
 @frozen
 class ResultType:
@@ -96,7 +99,7 @@ def to_array(ws: Any) -> FloatArray:
         return _tensor_to_array(ws)
     try:
         array = np.asarray(ws)
-        return array if array.dtype.kind == "f" else array.astype(np.float64)
+        return array if array.dtype in FLOATS else array.astype(np.float64)
     except (TypeError, ValueError):
         raise InvalidInputError(
             f"weights must be numbers, as those of a row; got {safe_repr(ws)}{unawaited(ws)}"
