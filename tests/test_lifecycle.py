@@ -293,6 +293,30 @@ def test_a_signal_handler_may_ask_reset_and_close_while_a_request_is_being_put(
     assert in_time(last_line) > 10
 
 
+def test_a_signal_handler_may_ask_a_model_at_any_line_of_it():
+    """Also where the cache's lock is held, and by methods that go on in a thread of their own."""
+    numbers = itertools.count(1)
+
+    def handler():
+        lm.next_token_logprobs_sync([1, next(numbers) % 258])
+        lm.sample_particles_sync([2, next(numbers) % 258], 1, max_tokens=1)
+
+    def use():
+        lm.batch_next_token_logprobs_sync([[3], [4, next(numbers) % 258]])  # one is known
+        lm.clear_cache()
+
+    def last_line():
+        for line in itertools.count(1):
+            lm.next_token_logprobs_sync([3])
+            try:
+                before_line(line, CORE, handler, use)
+            except EOFError:
+                return line
+
+    with MockAsyncLM() as lm:
+        assert in_time(last_line) > 100
+
+
 def interrupt():
     raise KeyboardInterrupt
 

@@ -50,9 +50,9 @@ class OutputCache:
         #: be kept.
         self.generation = 0
         # Re-entrant, because comparing keys runs Python code, and between any two lines of that a
-        # signal handler may look or drop rows: peek() and drop() allow for it. Signal handlers run
-        # on the main thread, put() on the engine's.
-        self._lock = threading.RLock()
+        # signal handler may look, drop rows, or wait while the engine thread puts some: peek() and
+        # drop() allow for it. Signal handlers run on the main thread, put() on the engine's.
+        self.lock = threading.RLock()
         self._pid = os.getpid()
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class OutputCache:
         # By far the most often; no other thread's change can harm this look.
         if not self._rows or key not in self._rows or self._forked():
             return None
-        with self._lock:
+        with self.lock:
             try:
                 row, device, _ = self._rows[key]
                 self._rows.move_to_end(key)
@@ -99,7 +99,7 @@ class OutputCache:
             kept.append((key, row, nbytes))
         kept.reverse()
         own = self._copies([row for _, row, _ in kept])
-        with self._lock:
+        with self.lock:
             if generation != self.generation:
                 return
             for (key, row, nbytes), copy in zip(kept, own, strict=True):
@@ -128,7 +128,7 @@ class OutputCache:
         """Drop the rows whose key meets ``condition``, and any such row that is being computed."""
         if self._forked():
             return
-        with self._lock:
+        with self.lock:
             self.generation += 1
             for key in list(dict.__iter__(self._rows)):  # the ordered one hashes every key
                 if condition(key) and (kept := self._rows.pop(key, None)) is not None:

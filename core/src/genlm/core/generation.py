@@ -43,7 +43,7 @@ def blocking_form(
     def asks(self: GenerationMixin, /, *given: P.args, **options: P.kwargs) -> T:
         self._batcher.require_open()
         own: Callable[P, Coroutine[Any, Any, T]] = getattr(self, ask.__name__)
-        return blocking(own(*given, **options))
+        return blocking(own(*given, **options), self._batcher.result_of)
 
     asks.__name__, asks.__doc__ = f"{ask.__name__}_sync", f":meth:`{ask.__name__}`, blocking."
     asks.__qualname__ = f"{ask.__qualname__}_sync"

@@ -142,6 +142,7 @@ class AsyncLM(GenerationMixin):
             timeout=float(core.timeout),
             timeline=timeline,
             counters=counters,
+            lock=cache.lock,
         )
         # Before it starts: an interrupt must leave no thread. At exit the batcher ends itself, and
         # waits.

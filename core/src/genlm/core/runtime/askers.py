@@ -62,9 +62,11 @@ class Asking(threading.local):
 ASKING = Asking()
 
 
-def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in its own event loop and thread, and wait for it: the calling thread may
-    have a running loop."""
+def blocking(
+    coroutine: Coroutine[Any, Any, T], result_of: Callable[[concurrent.futures.Future[T]], T]
+) -> T:
+    """Run a coroutine in its own event loop and thread, and wait for it by ``result_of``: the
+    calling thread may have a running loop."""
     answer: concurrent.futures.Future[T] = concurrent.futures.Future()
     loop, asker = asyncio.new_event_loop(), ASKING.asker
 
@@ -82,7 +84,7 @@ def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
 
     try:
         threading.Thread(target=main, name="genlm-blocking", daemon=True).start()
-        return answer.result()
+        return result_of(answer)
     except BaseException:
         if not answer.done():  # an interrupt of the calling thread
             with contextlib.suppress(RuntimeError):  # the loop has been closed

@@ -136,6 +136,7 @@ class Batcher:
         timeout: Seconds to hold a batch open after its first request.
         timeline: Receives requests, batches, and the time spent queueing and delivering.
         counters: Receive requests and what becomes of them.
+        lock: Of what else callers and the executor use: who waits in a signal handler releases it.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class Batcher:
         timeout: float = 0.0,
         timeline: Timeline | None = None,
         counters: Counters | None = None,
+        lock: threading.RLock | None = None,
     ) -> None:
         self._timeout = timeout
         self._timeline = timeline or Timeline()
@@ -154,7 +156,7 @@ class Batcher:
         self.asker = Asker(name)
         # Re-entrant, because at any line, also one that holds it, a garbage collection may stop the
         # thread, and a signal handler may ask, or close the model.
-        self._lock = threading.RLock()
+        self._lock = lock or threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._alarm = threading.Lock()  # released to wake the thread
         self._gatherings: dict[asyncio.AbstractEventLoop, Gathering] = {}
@@ -274,16 +276,19 @@ class Batcher:
             future.add_done_callback(self._caller_done)
 
     def _result(self, future: Future[T]) -> T:
-        """Wait, on another thread, for a result."""
         try:
-            while self._holds_lock() and not future.done():
-                # A signal handler that interrupted code which holds the lock. Waiting on the
-                # condition releases it, so that the engine thread can continue.
-                self._changed.wait(POLL)
-            return future.result()
+            return self.result_of(future)
         except BaseException:
             future.cancel()
             raise
+
+    def result_of(self, future: Future[T]) -> T:
+        """Wait for what another thread makes of requests."""
+        while self._holds_lock() and not future.done():
+            # A signal handler that interrupted code which holds the lock. Waiting on the condition
+            # releases it, so that other threads can continue.
+            self._changed.wait(POLL)
+        return future.result()
 
     def _holds_lock(self) -> bool:
         try:
