@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,7 +47,11 @@ def test_bytes_are_bounded_and_counted():
     assert (len(cache), cache.nbytes) == (0, 0)
 
 
-@pytest.mark.parametrize("limits", [{"maxsize": 3}, {"maxsize": None, "max_bytes": 3 * 16}])
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # of NumPy, where its numbers wrap
+@pytest.mark.parametrize(
+    "limits",
+    [{"maxsize": 3}, {"maxsize": None, "max_bytes": 48}, {"max_bytes": np.uint8(48)}],
+)
 def test_of_many_rows_at_once_the_last_ones_stay(limits):
     cache = OutputCache(**limits)
     put(cache, "first", -1)

@@ -86,7 +86,7 @@ class OutputCache:
         generation. One that is larger than the whole cache is not kept."""
         if self.maxsize == 0:
             return
-        most = math.inf if self.max_bytes is None else self.max_bytes
+        most = math.inf if self.max_bytes is None else int(self.max_bytes)  # NumPy's may wrap
         kept: list[tuple[Hashable, torch.Tensor, int]] = []
         room = most
         for key, row in reversed([*rows]):  # the last are those that would stay
