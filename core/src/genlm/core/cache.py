@@ -84,8 +84,6 @@ class OutputCache:
     def put(self, rows: Iterable[tuple[Hashable, torch.Tensor]], generation: int) -> None:
         """Keep copies of rows, each with its key, unless they were computed under an older
         generation. One that is larger than the whole cache is not kept."""
-        if self.maxsize == 0:
-            return
         most = math.inf if self.max_bytes is None else int(self.max_bytes)  # NumPy's may wrap
         kept: list[tuple[Hashable, torch.Tensor, int]] = []
         room = most
