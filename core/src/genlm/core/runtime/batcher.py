@@ -16,12 +16,12 @@ import concurrent.futures
 import contextlib
 import copy
 import ctypes
-import functools
 import itertools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from genlm.core.checks import safe_repr
@@ -68,13 +68,9 @@ EXIT_PATIENCE, LOAD_PATIENCE, LOCK_PATIENCE = 60.0, 2.0, 2.0
 POLL = 0.01
 
 #: Make the errors of callers, for each its own.
-closed = functools.partial(
-    ModelClosedError, "the model is closed; load it again to ask further requests"
-)
-closed_while_pending = functools.partial(
-    ModelClosedError, "the model was closed before this request was answered"
-)
-dropped_by_reset = functools.partial(
+closed = partial(ModelClosedError, "the model is closed; load it again to ask further requests")
+closed_before = partial(ModelClosedError, "the model was closed before this request was answered")
+dropped_by_reset = partial(
     QueriesResetError, "reset_async_queries() dropped this request before the engine took it"
 )
 
@@ -313,7 +309,7 @@ class Batcher:
                 self._release(gathering)
                 self._notify()
                 if self._stopping:  # a signal handler has closed the model meanwhile
-                    self._fail(self._withdraw(), closed_while_pending)
+                    self._fail(self._withdraw(), closed_before)
 
     def _release(self, gathering: Gathering) -> None:
         """Let the engine thread have what one event loop has gathered. The gathering stays that of
@@ -377,12 +373,11 @@ class Batcher:
         if os.getpid() != self._pid:
             return
         self.stop()
-        self._fail(self._withdraw(), closed_while_pending)
+        self._fail(self._withdraw(), closed_before)
         if threading.current_thread() is self._thread:
             return
-        asker, waits = ASKING.asker, contextlib.ExitStack()
-        with waits:
-            if asker is not None:
+        with contextlib.ExitStack() as waits:
+            if (asker := ASKING.asker) is not None:
                 waits.callback(asker.waiting_for(self.asker), None)
                 try:
                     asker.check(self.asker)
@@ -580,14 +575,14 @@ class Batcher:
         log.error("engine.died", error=safe_repr(cause))
         with self._lock:
             # Without the cause, which also has frames.
-            self._refusal = functools.partial(EngineDeadError, message)
-        self._fail(self._pending(), functools.partial(died, message, cause))
+            self._refusal = partial(EngineDeadError, message)
+        self._fail(self._pending(), partial(died, message, cause))
 
     def _end(self, executor: Executor | None) -> None:
         self.stop()
         with self._lock:
             self._executor = None
-        self._fail(self._pending(), closed_while_pending)
+        self._fail(self._pending(), closed_before)
         if executor is not None:
             try:
                 executor.close()
