@@ -306,10 +306,11 @@ def _common_start(one: TokenSequence, other: TokenSequence) -> int:
 def _run(some: Sequence[Placement[TokenSequence]]) -> Run:
     """Sequences of which each one begins with the one before it, as one."""
     *inside, last = some
-    last.inside = inside
-    tokens, adapter = last.sequence.tokens, last.sequence.adapter
-    start = min(one.sequence.latest_start for one in some)
-    return Run(TokenSequence(tokens, adapter, len(tokens) - start), last.rows())
+    last.inside, sequence = inside, last.sequence
+    if inside:
+        start = min(one.sequence.latest_start for one in some)
+        sequence = TokenSequence(sequence.tokens, sequence.adapter, sequence.length - start)
+    return Run(sequence, last.rows())
 
 
 def steps(

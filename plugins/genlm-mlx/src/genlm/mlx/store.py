@@ -148,7 +148,7 @@ class Store:
             ]
             logits = self._run([chunk for chunk, _ in pieces], [(n, back) for n, _, back in rows])
             owners += [index for _, index, _ in rows]
-            parts.append(logits)
+            parts += [logits] if rows else []
         return owners, parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
     def _feed(self, chunks: Iterable[Chunk]) -> None:
