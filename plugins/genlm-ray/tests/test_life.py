@@ -33,8 +33,12 @@ pids = [os.getpid(), *(pid for part in parts.values() for pid in part)]
 print(*pids, flush=True)
 """
 
-#: To this thread: another one might take the signal after the program has ended.
-INTERRUPTED = "import signal; signal.raise_signal(2)"
+#: To this thread, also where whoever runs the tests ignores interrupts, as in the background.
+INTERRUPTED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.raise_signal(signal.SIGINT)
+"""
 
 #: The head's control process dies: rows are answered until Ray ends the program.
 HEADLESS = """
