@@ -9,16 +9,12 @@ import pytest
 import torch
 from transformers import BloomConfig, DeepseekV3Config, LlamaConfig, MistralConfig, PretrainedConfig
 
-from genlm.core import Adapter, Query
-from genlm.hf import strategies
 from genlm.hf.costs import COSTS, Costs
 from genlm.hf.strategies import Computed
 from genlm.kit.kv.placement import Placement
 from genlm.kit.kv.sequence import TokenSequence
-from genlm.kit.kv.sharing import Worth
-from tests.engines import add_lora, rows_of
 
-from .models import beside, draw, llama_config, proven, unproven
+from .models import draw, llama_config, proven, unproven
 from .shapes import LATENT, SHAPE, TOKENS
 from .test_families import RWKV
 
@@ -129,29 +125,6 @@ def test_scores_inside_of_scores() -> None:
     tails = [(1,), (1, 2, 3), (1, 2, 3, 4, 5), (9, 9)]
     model.check_scores(*[(context, tail) for tail in tails], ((*context, 1), (2, 8)))
     assert model.forwards == [24 + 21], "of two sequences, without their last tokens"
-
-
-@pytest.mark.parametrize("worth", [Worth(), Worth(sharing=16, trunk=32)], ids=["rows", "trunks"])
-def test_of_another_adapter_nothing_is_inside(
-    worth: Worth, tiny: str, lora_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    peft = pytest.importorskip("peft", reason="LoRA needs peft")
-    from transformers import AutoModelForCausalLM
-
-    monkeypatch.setattr(strategies, "WORTH", worth)
-    base = [AutoModelForCausalLM.from_pretrained(tiny) for _ in range(2)]
-    adapted = peft.PeftModel.from_pretrained(base[1], lora_folders["a"]).eval()
-    model = beside(base[0], adapted)
-    adapter = Adapter("a", lora_folders["a"], 1)
-    add_lora(model.engine, adapter)
-    (text,) = draw(1, 100)
-    some = [text[:length] for length in (10, 50, 51, 100)]
-    given = rows_of(
-        model.engine, [Query(context, which) for context in some for which in (adapter, None)]
-    )
-    torch.testing.assert_close(given[::2], model.expected(*some), atol=1e-4, rtol=0)
-    with adapted.disable_adapter():
-        torch.testing.assert_close(given[1::2], model.expected(*some), atol=1e-4, rtol=0)
 
 
 def test_what_is_broken_has_a_row_from_within_that_is_no_number() -> None:

@@ -215,7 +215,7 @@ def test_a_pinned_prompt_is_read_by_all(llama: Any) -> None:
 def test_state_belongs_to_an_adapter(
     worth: Worth, tiny: str, lora_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a prompt is computed in chunks."""
+    """Also where a prompt is computed in chunks, and of contexts that others begin with."""
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
     monkeypatch.setattr(strategies, "WORTH", worth)
     base = [AutoModelForCausalLM.from_pretrained(tiny) for _ in range(2)]
@@ -225,7 +225,7 @@ def test_state_belongs_to_an_adapter(
     add_lora(model.engine, adapter)
     (prompt,) = draw(1, 100)
     for _ in range(2):
-        live = [(*prompt, token) for token in range(3)]
+        live = [prompt[:50], *((*prompt, token) for token in range(3)), prompt[:51]]
         given = rows_of(
             model.engine, [Query(context, which) for context in live for which in (adapter, None)]
         )

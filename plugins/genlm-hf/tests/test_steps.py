@@ -186,6 +186,14 @@ def test_contexts_in_snapshots_are_not_computed_from_one_another() -> None:
     assert model.step() == {other}
 
 
+def test_what_runs_token_by_token_counts_whole_behind_what_it_begins_with() -> None:
+    model = proven(MAMBA, max_batch_tokens=64)
+    (text,) = draw(1, 60)
+    assert model.step(text[:20], text[:40], text) == {text[:20], text[:40]}
+    assert sum(model.forwards) <= 64
+    assert model.step() == {text}
+
+
 def test_what_is_dropped_beside_a_cold_context_is_not_answered(chunked: Any) -> None:
     """The core does so where a wrapper failed in between."""
     (prompt,) = draw(1, 3 * CHUNK)

@@ -34,8 +34,11 @@ class Planner(Generic[A]):
     row's state is valid up to its key. Positions beyond the key are never read, so a failed batch
     leaves the tree correct.
 
-    An engine asks for :meth:`batches`, computes each, and commits what it has computed. What it
-    does not commit is given up.
+    What a sequence of the batch begins with is inside of it, and computed with it.
+
+    An engine asks for :meth:`batches`, computes each, gives the rows that its placements name
+    (:meth:`~genlm.kit.kv.placement.Placement.rows`), and commits what it has computed. What it does
+    not commit is given up.
 
     Args:
         table: Carries out commands.
@@ -96,8 +99,8 @@ class Planner(Generic[A]):
     def place(
         self, sequences: Sequence[A], indices: Sequence[int] | None = None
     ) -> list[Placement[A]]:
-        """Place as many of some distinct sequences as fit together, without those that should wait
-        for one of these: at least one, if each :meth:`fits`.
+        """Place as many of some distinct sequences as fit together, without those that are inside
+        of one of these or should wait for it: at least one, if each :meth:`fits`.
 
         Args:
             sequences: All sequences.

@@ -332,6 +332,10 @@ class InSnapshots(Strategy):
     def known(self, sequences: Sequence[TokenSequence]) -> list[int]:
         return list(map(self.snapshots.known, sequences))
 
+    def together(self) -> Together[Any]:
+        # Where new tokens run one at a time, a context may be computed whole behind another one.
+        return Together(math.inf, nests=self.snapshots.at_once)
+
     def compute(
         self, sequences: Sequence[TokenSequence], indices: Sequence[int]
     ) -> Iterator[Result]:
