@@ -120,6 +120,29 @@ def test_filters_apply_in_the_stated_order(temperature, top_k, top_p, min_p):
     assert drawable(row, **options) == pytest.approx(by_hand(row, **options))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 700},
+        {"top_k": 5000},
+        {"top_p": 0.4},
+        {"top_p": 0.999},
+        {"top_p": 1.0},
+        {"top_k": 700, "top_p": 0.6, "temperature": 0.7},
+        {"top_k": 700, "top_p": 0.6, "min_p": 1e-4},
+    ],
+)
+@pytest.mark.parametrize("values", [7, 3000])
+def test_filters_of_a_whole_vocabulary(options, values):
+    """Also where many tokens are equal, some of them impossible."""
+    generator = torch.Generator().manual_seed(values)
+    row = (torch.randint(values, [3000], generator=generator) * 10.0 / values).log_softmax(-1)
+    row[::3] = -math.inf
+    expected = by_hand(row, **options)
+    drawn = drawable(row, **options)
+    assert drawn == pytest.approx({i: expected[i] for i in drawn})
+
+
 @pytest.mark.parametrize("temperature", [1e30, 1e300])
 def test_extreme_temperatures_keep_the_most_likely_tokens(temperature):
     """Their weights are all rounded to 1."""
