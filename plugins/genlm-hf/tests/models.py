@@ -224,11 +224,10 @@ def sweep(family: str) -> Sweep:
                     return Sweep(family, "fails by itself", f"{error}"[:200], done.reuse)
                 distance = (pair.ask(*batch) - cold).abs().nan_to_num(0.0)
                 worst = max(worst, float(distance.max()))
-            tokens = torch.tensor(other[around // 2 : min(around + 3, longest)], device=DEVICE)
-            prefixes = [other[: around // 2 + at] for at in range(len(tokens))]
-            cold = pair.expected(*prefixes).gather(1, tokens[:, None])[:, 0]
-            (scores,) = pair.engine.genlm_sequence_logprobs([Query(prefixes[0])], [tokens.tolist()])
-            worst = max(worst, float((scores - cold).abs().nan_to_num(0.0).max()))
+            context, tail = other[: around // 2], other[around // 2 : min(around + 3, longest)]
+            asked = [(context, tail), (context, (*tail[:-2], 1, 2))]
+            for score, cold in zip(pair.scores(asked), pair.expected_scores(asked), strict=True):
+                worst = max(worst, float((score - cold).abs().nan_to_num(0.0).max()))
     if any(event["event"] == "kv.reuse_wrong" for event in events):
         done.why = "found out while it ran"
     if worst > 5e-3:  # recurrent state in float32 is off by less

@@ -127,6 +127,20 @@ def test_scores_inside_of_scores() -> None:
     assert model.forwards == [24 + 21], "of two sequences, without their last tokens"
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_candidates_that_begin_alike_cost_their_tree(config: PretrainedConfig) -> None:
+    model = proven(config)
+    (context,), (common,) = draw(1, 20), draw(1, 30, seed=1)
+    asked = [(context, (*common[: 30 - at], at, 7, 8)) for at in range(6)]
+    asked += [(context, one[1][:-1]) for one in asked] + [((*context, *common[:4]), common[4:])]
+    model.check_scores(*asked)
+    # Each leaves the longest before its last tokens, of which one has no row to give.
+    assert sum(model.forwards) <= 20 + 32 + 5 * 3
+    model.forwards.clear()
+    model.check_scores(*[(context, (token, 3, 4)) for token in range(4)])
+    assert sum(model.forwards) == 4 * 3, "too few in common to compute them apart"
+
+
 def test_what_is_broken_has_a_row_from_within_that_is_no_number() -> None:
     """All state of the context is dropped then, though its own row is right."""
     whole, inside = (Placement(at, TokenSequence(range(n))) for at, n in ((2, 9), (0, 5)))

@@ -196,6 +196,8 @@ class Program:
             )
             for one in self._few()
         ]
+        if self.source.random() < 0.5:
+            some += self._candidates(some[-1], self.source.choice([1, 3, 9]))
         if self._takes("scores"):
             self.advance(some)
             return
@@ -324,6 +326,15 @@ class Program:
 
     def _few(self) -> list[Query]:
         return self.source.choices(self._known, k=self.source.choice([1, 1, 3]))
+
+    def _candidates(self, one: ScoreRequest, count: int) -> list[ScoreRequest]:
+        """Others that begin as its continuation does."""
+        cuts = self.source.choices(range(len(one.continuation)), k=count)
+        ends = [self.fresh(self.source.randint(1, len(one.continuation) - cut)) for cut in cuts]
+        return [
+            ScoreRequest(one.query, one.continuation[:cut] + end)
+            for cut, end in zip(cuts, ends, strict=True)
+        ]
 
     def _any_bound(self) -> Adapter | None:
         return self.source.choice([None, *self.bound.values()])
