@@ -369,6 +369,15 @@ def test_ids_and_pieces_need_not_correspond(model, expected):
     assert contents(with_model(model)) == expected
 
 
+def test_the_names_of_all_bytes_are_bytes_whatever_the_decoder_makes_of_them():
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    assert contents(tokenizer_of([*names, "▁a"], d.Metaspace())) == [
+        *(bytes([byte]) for byte in range(256)),
+        b" a",
+    ]
+    assert contents(tokenizer_of(names[:-1], d.Metaspace()))[10] == b"<0x0A>"
+
+
 def test_an_ordinary_added_token_that_is_a_piece_is_decoded_and_a_special_one_is_not():
     tokenizer = tokenizer_of(["▁▁", "▁<s>"], d.Metaspace())
     tokenizer.add_tokens(["▁▁"])

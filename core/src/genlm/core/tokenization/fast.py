@@ -59,6 +59,10 @@ def fast_token_bytes(tokenizer: Any) -> list[bytes]:
     _check_keeps_text(backend, decoder)
     pieces, added = _pieces(backend), backend.get_added_tokens_decoder()
     token_bytes = decode_pieces(pieces, decoder)
+    named = {backend.model.token_to_id(f"<0x{byte:02X}>"): bytes([byte]) for byte in range(256)}
+    if None not in named:  # SentencePiece's, also where a conversion's decoder does not read them
+        for token_id, byte in named.items():
+            token_bytes[token_id] = byte
     for token_id, token in added.items():
         is_piece = not token.special and pieces[token_id] == token.content
         if not (is_piece and can_be_in_text(token_bytes[token_id])):
