@@ -181,6 +181,14 @@ def test_one_that_nobody_holds_any_more_ends_its_thread(vocabulary, weights):
     assert held() is None
 
 
+def test_a_worker_that_was_shut_down_leaves_nothing_behind(trie):
+    trie.start()
+    worker = weakref.ref(trie._running())
+    trie.shutdown()
+    gc.collect()
+    assert worker() is None
+
+
 def test_a_forked_child_has_a_worker_of_its_own_whoever_held_the_lock():
     """And the interpreter ends quietly with a trie in use."""
     result = run_python("""

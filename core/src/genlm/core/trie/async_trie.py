@@ -92,7 +92,8 @@ class AsyncTokenCharacterTrie:
         self.trie = trie
         # Re-entrant, because a signal handler may call shutdown() at any line.
         self._lock = threading.RLock()
-        self._batcher: Batcher | None = None
+        # With what stops it when nobody holds this any more.
+        self._worker: tuple[Batcher, weakref.finalize[[], AsyncTokenCharacterTrie]] | None = None
         self._pid = os.getpid()
 
     @classmethod
@@ -143,9 +144,11 @@ class AsyncTokenCharacterTrie:
         """
         self._leave_parent()
         with self._lock:
-            batcher, self._batcher = self._batcher, None
-        if batcher is not None:
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            batcher, finalizer = worker
             batcher.close()
+            finalizer.detach()
 
     async def cleanup(self) -> None:
         """:meth:`shutdown`, without blocking the event loop."""
@@ -154,18 +157,18 @@ class AsyncTokenCharacterTrie:
     def _running(self) -> Batcher:
         self._leave_parent()
         with self._lock:
-            batcher = self._batcher
-            if batcher is None:
+            worker = self._worker
+            if worker is None:
                 executor = TrieExecutor(self.trie)
                 batcher = Batcher(lambda: executor, name="genlm-trie")
-                # At the interpreter's exit the batcher stops itself.
-                weakref.finalize(self, batcher.stop).atexit = False
+                finalizer = weakref.finalize(self, batcher.stop)
+                finalizer.atexit = False  # at the interpreter's exit the batcher stops itself
                 batcher.start()
-                self._batcher = batcher
-            return batcher
+                worker = self._worker = batcher, finalizer
+            return worker[0]
 
     def _leave_parent(self) -> None:
         """Start anew in a forked child: it has no worker thread, and its copy of the lock may never
         be released."""
         if os.getpid() != self._pid:
-            self._pid, self._lock, self._batcher = os.getpid(), threading.RLock(), None
+            self._pid, self._lock, self._worker = os.getpid(), threading.RLock(), None
