@@ -194,6 +194,24 @@ def test_a_batch_that_is_worth_several_threads_is_its_rows(large):
     assert np.array_equal(trie.batch_weight_sum(ws), np.stack([trie.weight_sum(row) for row in ws]))
 
 
+def test_a_batch_that_is_worth_several_threads_is_computed_after_the_last_line_of_the_program():
+    """No further thread starts then."""
+    result = run_python("""
+        import threading
+        import numpy as np
+        from genlm.core.trie import TokenCharacterTrie
+        from genlm.core.trie.cpu import CpuKernel
+        CpuKernel._cores = 2
+        words = [number.to_bytes(3, "big") for number in range(0, 1 << 24, 411)]
+        trie, ws = TokenCharacterTrie(words), np.ones((8, len(words)))
+        def work():
+            threading.main_thread().join()
+            print(trie.batch_weight_sum(ws)[:, 0].sum() == ws.size)
+        threading.Thread(target=work).start()
+    """)
+    assert (result.stdout, result.stderr) == ("True\n", "")
+
+
 def test_large_results_are_never_written_to_while_anything_refers_to_them(large):
     trie, ws = large
     expected = trie.batch_weight_sum(ws).copy()

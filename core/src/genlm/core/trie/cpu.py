@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, Final
 
@@ -68,7 +69,9 @@ class CpuKernel:
         # Each thread takes the next row when it is free; next() on this iterator is atomic.
         left = iter(list(zip(rows, result, strict=True)))
         helpers = min(self._cores, len(rows), len(rows) * plan.width // _WORTH_A_THREAD) - 1
-        helping = [self._pool.submit(self._run, operation, left) for _ in range(helpers)]
+        helping: list[Future[None]] = []
+        with contextlib.suppress(RuntimeError):  # no thread starts once the main one has ended
+            helping.extend(self._pool.submit(self._run, operation, left) for _ in range(helpers))
         self._run(operation, left)
         for helper in helping:
             if not helper.cancel():  # do not wait for one that has not started
