@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,17 @@ def test_the_warning_names_the_line_of_the_caller(make: Callable[[Any], Any]) ->
     with pytest.warns(DeprecationWarning, match="plain bytes"):
         again = pickle.loads(pickle.dumps(made))
     assert type(again) is type(made)
+
+
+@pytest.mark.parametrize("base", [trie.TokenCharacterTrie, trie.ParallelTokenCharacterTrie])
+def test_a_subclass_may_have_arguments_of_its_own(base: Any) -> None:
+    class OfAModel(base):  # type: ignore[misc]
+        def __init__(self, lm: Any = None, *, vocab: Any = None) -> None:
+            super().__init__(decode=lm.byte_vocab if lm else vocab or [b"a"])
+
+    model = SimpleNamespace(byte_vocab=[Token(0, b"a"), Token(1, b"ab")])
+    for made in (OfAModel(model), OfAModel(vocab=model.byte_vocab), OfAModel()):
+        assert made.weight_sum([0.5] * len(made.decode))[made.root] == len(made.decode) / 2
 
 
 def byte_level() -> PreTrainedTokenizerFast:
