@@ -179,6 +179,8 @@ class BytePrefix:
             InvalidInputError: The text so far has probability 0, or all that may follow has.
         """
         readings = await self._with_rows()
+        if not readings and self._cut:
+            readings = await (await self._with_all(self.text))._with_rows()
         if not readings:
             raise InvalidInputError(
                 f"the text {self.text!r:.80} has probability 0 after this context, or all that may "
@@ -204,13 +206,17 @@ class BytePrefix:
         longer = self
         for byte in more:
             longer = longer._with_byte(byte, await longer._with_rows())
-        if longer.logprob == -math.inf and longer._cut:  # what was left out may have a way
-            start = evolve(
-                self, min_share=0.0, readings=(self._first,), cut=False, text=b"", logprob=0.0
-            )
-            start.check_contexts(longer.text, 10_000)
-            return evolve(await start.extend(longer.text), min_share=self._min_share)
+        if longer.logprob == -math.inf and longer._cut:
+            return evolve(await self._with_all(longer.text), min_share=self._min_share)
         return longer
+
+    async def _with_all(self, text: bytes) -> BytePrefix:
+        """A text with all its tokenisations, where those left out may be all that have a way."""
+        start = evolve(
+            self, min_share=0.0, readings=(self._first,), cut=False, text=b"", logprob=0.0
+        )
+        start.check_contexts(text, 10_000)
+        return await start.extend(text)
 
     def check_contexts(self, more: bytes, limit: int) -> None:
         """Count the contexts of all tokenisations of more bytes, before any is asked.
