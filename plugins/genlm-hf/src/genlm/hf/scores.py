@@ -13,9 +13,9 @@ from genlm.hf.upload import Upload
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.prefixes import PrefixIndex, tokens_in
 
-#: A continuation takes rows from another one if that has at least this many of them: who begins a
-#: little later than others is computed apart, where state is kept in snapshots. Or all of them.
-FEW = 8
+#: A sequence takes rows from another one if that has at least this many of them, or all: the first
+#: is the context's own, and a start one token later than that of others is not worth it.
+FEW = 2
 
 
 @torch.no_grad()
