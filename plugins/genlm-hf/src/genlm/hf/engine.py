@@ -30,6 +30,7 @@ from genlm.hf.schedule import Schedule
 from genlm.hf.scores import Scores, logprobs
 from genlm.hf.strategies import strategy_for
 from genlm.kit.adapter_files import AdapterFolder
+from genlm.kit.kv.scored import scored_sequences
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.memory import is_out_of_memory, lower
 from genlm.kit.model_files import ids_of
@@ -226,14 +227,7 @@ class HFEngine:
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
     ) -> Sequence[torch.Tensor]:
         """One sequence per pair: logits of the continuation's positions only, reduced at once."""
-        sequences = [
-            TokenSequence(
-                query.context.followed_by(tuple(continuation[:-1])),
-                query.adapter,
-                keep=len(continuation),
-            )
-            for query, continuation in zip(queries, continuations, strict=True)
-        ]
+        sequences = scored_sequences(queries, continuations)
         unproven = self._evaluator.unproven(sequences)
         if unproven is not None:
             last = TokenSequence(sequences[unproven].tokens, sequences[unproven].adapter)

@@ -1,0 +1,105 @@
+"""The rows that scores of continuations are read from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain, islice
+
+from genlm.core.types import Query
+from genlm.kit.kv.sequence import TokenSequence
+from genlm.kit.prefixes import PrefixIndex, tokens_in
+
+#: A sequence takes rows from another one if that has at least this many of them, or all: the first
+#: is the context's own, and a start one token later than that of others is not worth it.
+FEW = 2
+
+#: For each row the scores that it gives.
+Given = list[list[int]]
+
+
+def scored_sequences(
+    queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+) -> list[TokenSequence]:
+    """Each context and all but the last token of its continuation, whose positions are wanted."""
+    return [
+        TokenSequence(
+            query.context.followed_by(tuple(continuation[:-1])), query.adapter, len(continuation)
+        )
+        for query, continuation in zip(queries, continuations, strict=True)
+    ]
+
+
+class ScoredRows:
+    """Which rows to compute for scores, and which scores each of them gives. Where continuations
+    begin alike, as those of a list of candidates do, they have rows in common, which one of them
+    computes.
+
+    Scores are counted through: those of the first continuation, then those of the second.
+
+    Args:
+        sequences: See :func:`scored_sequences`.
+        continuations: Of each of them.
+        cut: Cuts a sequence whose rows must not come from one forward.
+
+    Attributes:
+        pieces: What to compute: of the sequences what is their own.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[TokenSequence],
+        continuations: Sequence[Sequence[int]],
+        cut: Callable[[TokenSequence], Sequence[TokenSequence]] = lambda one: [one],
+    ) -> None:
+        self.pieces: list[TokenSequence] = []
+        self._tokens = [*chain.from_iterable(continuations)]
+        self._given: list[Given] = []  # of each piece
+        scores = [0, *accumulate(map(len, continuations))]
+        known: PrefixIndex[bytes, tuple[int, Given]] = PrefixIndex()
+        # The longest first, as where they are computed: others wait for it.
+        lengths = [(-one.length, one.latest_start) for one in sequences]
+        for at in sorted(range(len(sequences)), key=lengths.__getitem__):
+            sequence = sequences[at]
+            given = _common(known, sequence)
+            own = TokenSequence(sequence.tokens, sequence.adapter, sequence.keep - len(given))
+            own.continue_key(sequence.key, sequence.length)
+            given = [*given, *([] for _ in range(own.keep))]
+            for score, row in enumerate(given, scores[at]):
+                row.append(score)
+            if own.keep:
+                known.add(own.key, (sequence.latest_start, given))
+                self._add(cut(own), given[-own.keep :])
+        self._done = [0] * len(self.pieces)
+
+    def _add(self, pieces: Sequence[TokenSequence], given: Given) -> None:
+        left = iter(given)
+        for piece in pieces:
+            self.pieces.append(piece)
+            self._given.append([*islice(left, piece.keep)])
+
+    def read(self, owners: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        """What to read from the next rows: for each score the row, the token, and which it is.
+
+        Args:
+            owners: The piece of each row. Those of one piece come in order.
+        """
+        rows: list[int] = []
+        scores: list[int] = []
+        for row, owner in enumerate(owners):
+            given = self._given[owner][self._done[owner]]
+            self._done[owner] += 1
+            scores += given
+            rows += [row] * len(given)
+        return rows, [self._tokens[score] for score in scores], scores
+
+
+def _common(known: PrefixIndex[bytes, tuple[int, Given]], sequence: TokenSequence) -> Given:
+    """The first rows of a sequence, if another one has them."""
+    nearest, common = known.nearest(sequence.key)
+    if nearest is None:
+        return []
+    first, given = known[nearest]
+    count = tokens_in(common) - sequence.latest_start
+    if first > sequence.latest_start or count < min(FEW, sequence.keep):
+        return []
+    return given[sequence.latest_start - first :][:count]
