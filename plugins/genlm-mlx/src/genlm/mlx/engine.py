@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,20 @@ import torch
 import mlx.core as mx
 from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.kit.adapter_files import AdapterFolder
+from genlm.kit.kv.scored import ScoredRows, scored_sequences
 from genlm.kit.memory import lower
 from genlm.mlx.adapters import Adapters, read_folder
 from genlm.mlx.blocks import WORTHWHILE, Blocks
 from genlm.mlx.folders import MlxFolder
 from genlm.mlx.runner import Runner, key_of, version_of
 from genlm.mlx.store import Store
+
+#: Continuations of at most this many tokens are scored together; a longer one by itself, a few rows
+#: at a time.
+TOGETHER = 128
+
+#: About the most rows that are in memory at once.
+ROWS = 512
 
 LOWER = lower("prefill_step_size or kv_cache_bytes")
 
@@ -106,8 +115,32 @@ class MlxEngine:
     @LOWER
     def genlm_sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor]:
-        return [self._score(q, tuple(c)) for q, c in zip(queries, continuations, strict=True)]
+    ) -> Sequence[torch.Tensor]:
+        short: list[int] = []
+        if isinstance(self.store, Store):
+            short = [at for at, one in enumerate(continuations) if len(one) <= TOGETHER]
+        some = [queries[at] for at in short], [continuations[at] for at in short]
+        scores = dict(zip(short, self._scored(*some), strict=True)) if short else {}
+        return [
+            scores[at] if at in scores else self._score(query, tuple(continuations[at]))
+            for at, query in enumerate(queries)
+        ]
+
+    def _scored(
+        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+    ) -> Sequence[torch.Tensor]:
+        """Scores that are computed together, but for what would need too much memory."""
+        assert isinstance(self.store, Store)
+        wanted = ScoredRows(scored_sequences(queries, continuations), continuations)
+        sizes = [*map(len, continuations)]
+        scores = torch.empty(sum(sizes))
+        ends = [*accumulate(piece.keep for piece in wanted.pieces)]
+        for _, group in groupby(range(len(ends)), key=lambda at: ends[at] // ROWS):
+            numbers = [*group]
+            for owners, logits in self.store.results([wanted.pieces[at] for at in numbers]):
+                rows, tokens, places = wanted.read([numbers[owner] for owner in owners])
+                scores[places] = _rows(logits)[rows, tokens]
+        return torch.split(scores, sizes)
 
     def _score(self, query: Query, continuation: tuple[int, ...]) -> torch.Tensor:
         """One pass over the new tokens of the context and over the continuation. If the context has

@@ -62,17 +62,21 @@ class Store:
     def logits(self, queries: Sequence[Query]) -> mx.array:
         """The logits of the next token of each of the distinct ``queries``, ``[len(queries),
         vocab_size]`` float32."""
-        order: list[int] = []
-        parts: list[mx.array] = []
-        self._table.in_hand = 0
-        for batch in self.planner.batches([_sequence(query) for query in queries]):
-            owners, logits = self._computed(batch)
-            parts.append(logits)
-            order += owners
-            if len(order) < len(queries):
-                self._table.in_hand += self._positions_of(batch)
-        logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        parts = [*self.results([_sequence(query) for query in queries])]
+        order = [owner for owners, _ in parts for owner in owners]
+        logits = parts[0][1] if len(parts) == 1 else mx.concatenate([part for _, part in parts])
         return _ordered(logits, np.argsort(order))
+
+    def results(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[list[int], mx.array]]:
+        """The wanted rows of distinct sequences, as they are computed: the sequence of each, and
+        logits, ``[n, vocab_size]`` float32. Those of one sequence come in order."""
+        done = self._table.in_hand = 0
+        for batch in self.planner.batches(sequences):
+            result = self._computed(batch)
+            yield result
+            done += sum(len(one.indices()) for one in batch)
+            if done < len(sequences):
+                self._table.in_hand += self._positions_of(batch)
 
     def known(self, query: Query) -> int:
         """How many tokens of a context, without its last, are known."""
