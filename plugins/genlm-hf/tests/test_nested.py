@@ -165,3 +165,12 @@ def test_memory_that_runs_out_within_a_text(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(model.engine._runner, "packed", short)
     model.check(*[text[:length] for length in range(1, 41)])
     assert len(calls) > 2
+
+
+def test_texts_that_differ_in_one_word() -> None:
+    """Scored together, as a sampler of single words asks for them."""
+    model = proven(LlamaConfig(**SHAPE))
+    (text,) = draw(1, 9)
+    asked = [(text[:1], (*text[1:4], token, *text[5:])) for token in range(20)]
+    model.check_scores(*asked)
+    assert model.forwards == [8, 19 * 4], "without the last token, of which nothing is asked"

@@ -259,10 +259,12 @@ class Planner(Generic[A]):
         if max(new, default=0) > 1:
             batch = nested(batch)
             new = [one.sequence.length - one.start for one in batch]
-        if sum(new) - max(new, default=0) < self._worth.waiting or max(new) < self._worth.each:
+        scored = any(one.sequence.keep > 1 for one in batch)  # these are compared in any case
+        each = min(self._worth.each, 2) if scored else self._worth.each
+        if sum(new) - max(new, default=0) < self._worth.waiting or max(new) < each:
             return batch, {}  # nobody would wait for one of these
         followers: dict[int, list[tuple[Placement[A], int]]] = {}
-        together: Together[int] = Together(self._worth.each)
+        together: Together[int] = Together(each)
         # The longest leads: it may have others in it.
         for placement in sorted(batch, key=lambda one: -one.sequence.length):
             leader, common = together.leader(placement.sequence, placement.start)

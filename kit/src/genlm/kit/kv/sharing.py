@@ -44,7 +44,7 @@ class Worth:
             positions becomes a trunk: for devices that would launch more kernels for it than they
             need for so many positions.
         each: A sequence waits only for at least this many tokens of its own, so that those which
-            grow by few are not compared.
+            grow by few are not compared. Scores are, and wait for two.
     """
 
     step: int = 32
