@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from genlm.mlx.blocks import Blocks
+from genlm.mlx.blocks import WORTHWHILE, Blocks
 
 from .watched import Folders, Tried, engine_of, keys_of
 
@@ -70,6 +70,14 @@ def test_what_known_contexts_have_in_common_is_not_computed_again(
     assert tried.ask(*forked) == [4]
     assert tried.ask(*[(*key, 3) for key in forked]) == [4]
     assert tried.ask(*[(*key, 3, *tail) for key in forked]) == [4 * 20, 4]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mamba", "lfm2"])
+def test_beginnings_of_a_text_cost_its_tokens(folders: Folders, family: str) -> None:
+    tried, count = Tried(folders(family), Blocks), 8
+    (text,) = keys_of(1, WORTHWHILE * count)
+    beginnings = [text[: 1 + WORTHWHILE * at] for at in range(1, count + 1)]
+    assert sum(tried.ask(*beginnings)) == WORTHWHILE * count
 
 
 def test_what_leaves_a_known_context_is_computed_once_more(folders: Folders) -> None:

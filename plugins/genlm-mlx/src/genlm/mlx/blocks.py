@@ -137,10 +137,14 @@ class Blocks:
 
     def _ensure_shared(self, keys: Sequence[Key]) -> None:
         """Compute the long prefixes that several of ``keys`` share, shorter ones first."""
-        shared = self._branches([key for key in keys if key not in self._index])
-        if shared:
-            self._ensure_shared(shared)
-            self._advance([key for key in shared if key not in self._index])
+        left = self._branches([key for key in keys if key not in self._index])
+        while left:
+            first, longer = list[Key](), list[Key]()
+            for prefix in left:  # sorted: those that begin with one come right behind it
+                begins = first and prefix[: len(first[-1])] == first[-1]
+                (longer if begins else first).append(prefix)
+            self._advance(first)
+            left = longer
 
     def _branches(self, keys: Sequence[Key]) -> list[Key]:
         """The prefixes that are worth their own pass: those that two or more keys lack, and those
@@ -159,7 +163,7 @@ class Blocks:
         )
         worthwhile: list[Key] = []
         for prefix in sorted(shared):
-            below = max((common_length(prefix, other) for other in worthwhile), default=0)
+            below = common_length(prefix, worthwhile[-1]) if worthwhile else 0
             if len(prefix) - max(below, self._source(prefix)[1]) >= WORTHWHILE:
                 worthwhile.append(prefix)
         return [prefix for prefix in worthwhile if prefix not in self._index]
@@ -179,7 +183,7 @@ class Blocks:
         for block in fed:
             if any(missing := block.missing):
                 block.feed(self._runner, missing)
-                block.costly = [len(tokens) >= WORTHWHILE for tokens in missing]
+                block.costly = [len(tokens) + 1 >= WORTHWHILE for tokens in missing]
         finished = _packed(fed)
         for block in finished:
             block.step(self._runner)
