@@ -80,6 +80,19 @@ def test_beginnings_of_a_text_cost_its_tokens(folders: Folders, family: str) -> 
     assert sum(tried.ask(*beginnings)) == WORTHWHILE * count
 
 
+def test_a_prompt_shorter_than_a_window_is_not_computed_again(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window of those that went on from it has wrapped: they cannot be trimmed."""
+    monkeypatch.setattr("genlm.mlx.blocks.WORTHWHILE", 4)
+    tried, (prompt,) = Tried(folders("gemma3"), Blocks), keys_of(1, 10)
+    known = [(*prompt, token) for token in range(4)]
+    for token in range(10):
+        tried.ask(*known)
+        known = [(*key, token) for key in known]
+    assert tried.ask(*[(*prompt, token) for token in range(4, 8)]) == [4]
+
+
 def test_what_leaves_a_known_context_is_computed_once_more(folders: Folders) -> None:
     tried = Tried(folders("mamba"), Blocks)
     (prompt,) = keys_of(1, 60)

@@ -72,6 +72,11 @@ class RowBlock:
         """Whether tokens can be removed from the end of a row."""
         return all(layer.is_trimmable() for layer in self.cache)
 
+    @property
+    def stays_trimmable(self) -> bool:
+        """Whether that is so however long the rows become: no window wraps."""
+        return self.trimmable and not any(map(_rotates, self.cache))
+
     def towards(self, targets: Sequence[Key]) -> RowBlock:
         """This block, to be computed up to these contexts."""
         self.targets = list(targets)

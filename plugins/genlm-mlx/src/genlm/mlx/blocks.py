@@ -46,8 +46,8 @@ class Blocks:
 
     Rows that contexts extend move to a new block: their tokens can still be found as a prefix. They
     leave unused room in the old block, until the block is dropped or little else of it is left.
-    Rows whose state cannot be trimmed (recurrent, or a window that has wrapped) and took a long
-    prefill also stay.
+    Rows that took a long prefill also stay, if their state cannot be trimmed when it has grown
+    (recurrent, or a window that wraps).
 
     Args:
         runner: The model.
@@ -232,7 +232,7 @@ class Blocks:
     ) -> RowBlock:
         """Take the rows that are extended out of their block and leave the others. ``needed``
         blocks are used in this call."""
-        if block.pinned or (any(block.costly) and not block.trimmable):
+        if block.pinned or (any(block.costly) and not block.stays_trimmable):
             return block.copied(rows)
         staying = sorted(block.living.difference(rows))
         if len(staying) >= STAYS_WHOLE * len(block.keys):
