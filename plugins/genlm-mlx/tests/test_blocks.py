@@ -136,6 +136,18 @@ def test_a_fork_evicts_no_block_that_it_needs(folders: Folders) -> None:
     assert tried.kept.nbytes <= 4 * sized.kept.nbytes  # what was forked, and two blocks aside
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mamba", "lfm2"])
+def test_what_contexts_start_from_is_in_use(folders: Folders, family: str) -> None:
+    """A prompt before many contexts, asked one by one; few of them find room."""
+    (prompt,) = keys_of(1, 60)
+    tails = keys_of(12, 20)
+    sized = Tried(folders(family), Blocks)
+    sized.ask((*prompt, *tails[0]))
+    tried = Tried(folders(family), Blocks, 4 * sized.kept.nbytes)
+    tried.ask(prompt)
+    assert sum(sum(tried.ask((*prompt, *tail))) for tail in tails) <= sum(map(len, tails))
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"])
 def test_state_with_nan_is_not_kept(folders: Folders, family: str) -> None:
     tried = Tried(folders(family), Blocks)

@@ -215,6 +215,7 @@ class Blocks:
             if place is None:
                 fresh.append(key)
             elif reused < len(place.key):
+                self._touch(place.block)
                 started.append(place.block.trimmed(place.row, reused - 1).towards([key]))
             else:
                 extended[place.block].append((place.row, key))
@@ -233,6 +234,7 @@ class Blocks:
         """Take the rows that are extended out of their block and leave the others. ``needed``
         blocks are used in this call."""
         if block.pinned or (any(block.costly) and not block.stays_trimmable):
+            self._touch(block)
             return block.copied(rows)
         staying = sorted(block.living.difference(rows))
         if len(staying) >= STAYS_WHOLE * len(block.keys):
@@ -272,6 +274,11 @@ class Blocks:
             self._keep(split)
             split.used, split.pinned = block.used, block.pinned
         return blocks
+
+    def _touch(self, block: RowBlock) -> None:
+        """Note that contexts start from a block: it is dropped after those from which none does,
+        but does not count as rows of this call."""
+        block.used = max(block.used, self._tick - 1)
 
     def _recalled(self, place: Place) -> mx.array:
         place.block.used = self._tick
