@@ -124,6 +124,21 @@ def test_a_lone_context_takes_the_place_of_no_group(
         assert either.ask(*keys) == [8]
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mamba"])
+def test_pinned_contexts_take_no_room_of_others(folders: Folders, family: str) -> None:
+    kind = Store if family == "llama" else Blocks
+    groups, pinned = [keys_of(2, 20, seed) for seed in (1, 2)], keys_of(12, 60)
+    sized = Tried(folders(family), kind)
+    sized.ask(*keys_of(2, 60))
+    tried = Tried(folders(family), kind, 2 * sized.kept.nbytes)
+    for key in pinned:
+        tried.pin(key)
+    for group in groups:
+        tried.ask(*group)
+    for group in groups:
+        assert tried.ask(*[(*key, 1) for key in group]) == [2]
+
+
 @pytest.mark.parametrize("kind", [Blocks, Store])
 def test_rows_are_right_and_bytes_bounded_under_any_budget(folders: Folders, kind: type) -> None:
     for rows in (0, 2, 5):

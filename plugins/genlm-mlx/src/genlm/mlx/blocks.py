@@ -51,8 +51,9 @@ class Blocks:
 
     Args:
         runner: The model.
-        max_bytes: The most bytes to keep besides the rows of the last call; the least recently used
-            blocks are dropped first. For ``None`` see :class:`~genlm.mlx.aside.Aside`.
+        max_bytes: The most bytes to keep besides pinned rows and those of the last call; the least
+            recently used blocks are dropped first. For ``None`` see
+            :class:`~genlm.mlx.aside.Aside`.
         ragged: Whether rows of unequal length can be fed together.
     """
 
@@ -291,11 +292,15 @@ class Blocks:
             needed: Blocks whose rows this call still takes.
             left: One of them that is no longer needed after its rows are copied.
         """
-        in_hand = [block for block in self._blocks if block.used == self._tick or block in needed]
+        in_hand = [
+            block
+            for block in self._blocks
+            if block.used == self._tick or block.pinned or block in needed
+        ]
         aside = [block for block in self._blocks if block is left or block not in in_hand]
         excess = _nbytes(aside) - self._aside.limit(_nbytes(in_hand))
         for block in sorted(aside, key=attrgetter("used")):
-            if excess > 0 and not block.pinned:
+            if excess > 0:
                 excess -= block.nbytes
                 self._forget(block)
 
