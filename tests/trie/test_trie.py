@@ -333,9 +333,11 @@ def test_the_vocabulary_may_be_any_iterable_and_is_the_tries_own():
     assert trie.decode == TokenCharacterTrie(iter([b"a", b"ab"])).decode == [b"a", b"ab"]
 
 
-def test_an_unknown_device_is_refused():
-    with pytest.raises(InvalidOptionError, match="'abacus'"):
-        ParallelTokenCharacterTrie([b"a"], device="abacus")
+@pytest.mark.parametrize("device", ["abacus", "", 0])
+@pytest.mark.parametrize("kind", [TokenCharacterTrie, ParallelTokenCharacterTrie])
+def test_an_unknown_device_is_refused(kind, device):
+    with pytest.raises(InvalidOptionError, match=f"device is '{device}'"):
+        kind([b"a"], device=device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

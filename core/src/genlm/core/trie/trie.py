@@ -80,7 +80,7 @@ class TokenCharacterTrie:
                 f"got {safe_repr(decode)}"
             )
         self.decode = list(decode)  # a copy: the caller may change the original
-        self.device = str(device or "cpu")
+        self.device = "cpu" if device is None else str(device)
         self.root = 0
         self._items = SortedItems.of(self.decode)
         self.nodes = Nodes.of(self._items)
@@ -386,7 +386,7 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie):
     """
 
     def __init__(self, decode: Iterable[Any], device: str | None = None) -> None:
-        super().__init__(decode, device or best_device())
+        super().__init__(decode, best_device() if device is None else device)
 
 
 def best_device() -> str:
