@@ -21,12 +21,14 @@ def scored_sequences(
     queries: Sequence[Query], continuations: Sequence[Sequence[int]]
 ) -> list[TokenSequence]:
     """Each context and all but the last token of its continuation, whose positions are wanted."""
-    return [
-        TokenSequence(
-            query.context.followed_by(tuple(continuation[:-1])), query.adapter, len(continuation)
-        )
-        for query, continuation in zip(queries, continuations, strict=True)
-    ]
+    contexts = {query: TokenSequence(query.context, query.adapter) for query in {*queries}}
+    sequences: list[TokenSequence] = []
+    for query, continuation in zip(queries, continuations, strict=True):
+        whole = query.context.followed_by(tuple(continuation[:-1]))
+        sequence = TokenSequence(whole, query.adapter, len(continuation))
+        sequence.continue_key(contexts[query].key, query.length)  # made once for a context
+        sequences.append(sequence)
+    return sequences
 
 
 class ScoredRows:
