@@ -128,3 +128,17 @@ def test_what_one_clause_has_told_another_does_not_tell_again() -> None:
     (verdict,) = run(OfTheMock(Doubles, 0.1), only=lambda name: name in wanted).failed
     assert verdict.clause == "engine_keeps_its_contract"
     assert verdict.detail.count("torch.float64") == 1
+
+
+class OfTheMockWithWideRows(OfTheMock):
+    """Its reference rows are as wide as a model with padded embeddings."""
+
+    def reference_rows(self, contexts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+        return [torch.zeros(300) for _ in contexts]
+
+
+def test_reference_rows_that_are_too_wide_are_not_taken_for_a_fault_of_the_engine() -> None:
+    suite = OfTheMockWithWideRows(MockEngine, 0.1)
+    (verdict,) = run(suite, only=lambda name: name == "cold_rows_are_the_reference").failed
+    assert "the reference row of [" in verdict.detail
+    assert "has the shape (300,), not (258,)" in verdict.detail

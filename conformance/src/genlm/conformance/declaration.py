@@ -67,8 +67,9 @@ class Declaration:
         return load_model_by_name(os.fspath(self.model), self.backend, options)
 
     def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor] | None:
-        """The rows of some contexts under the base model, computed without the backend; ``None``
-        where there are none. Override it, or set :attr:`reference`."""
+        """The rows of some contexts under the base model, computed without the backend, each as
+        wide as ``lm.byte_vocab``; ``None`` where there are none. Override it, or set
+        :attr:`reference`."""
         if self.reference is None:
             return None
         with load_model_by_name(os.fspath(self.model), self.reference) as lm:

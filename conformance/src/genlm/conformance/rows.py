@@ -82,7 +82,13 @@ class RowClauses:
                 "there are no rows to compare with; override `reference_rows`, or name another "
                 "backend that takes the model by `reference` (--reference)"
             )
+        width = len(live.lm.byte_vocab)
         for context, row in zip(contexts, rows, strict=True):
+            check(
+                row.shape == (width,),
+                f"the reference row of {brief(context)} has the shape {tuple(row.shape)}, not "
+                f"({width},): without ids that the tokenizer lacks, normalised over the others",
+            )
             live.expect_row(live.cold(context), row, f"{brief(context)}, cold, and the reference")
 
     def test_engine_keeps_its_contract(self, live: Subject) -> None:
