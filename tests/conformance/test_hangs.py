@@ -198,6 +198,7 @@ def test_a_run_that_takes_too_long() -> None:
     assert not report.conforms
     (late,) = report.failed
     assert "the time of the whole run was over, and " in late.detail
+    assert "`effort` (--quick)" in late.detail
     passed = [verdict.clause for verdict in report.verdicts if verdict.status == "passed"]
     assert passed
     assert report.skipped[-1].detail.startswith("given up: the time of the whole run was over")

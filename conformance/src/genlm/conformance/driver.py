@@ -172,7 +172,7 @@ class Driver:
         self.was_late = True
         return Violation(
             f"the time of the whole run was over, and {where}. To allow more time set `deadline` "
-            "(--deadline)"
+            "(--deadline); to ask less, `effort` (--quick), or take a smaller model"
         )
 
     def _wait_for(self, times: float = 1) -> float:
