@@ -18,6 +18,8 @@ of all trunks.
 - :class:`~genlm.kit.kv.room.Room`: what is dropped when the budget is spent, and how large
   the table is.
 - :class:`~genlm.kit.kv.sharing.Worth`: the numbers for all these decisions.
+- :class:`~genlm.kit.kv.scored.ScoredRows`: which rows are computed for scores that are asked
+  together.
 - :class:`~genlm.kit.kv.tree.Tree` records what is kept, and decides nothing.
 - :class:`~genlm.kit.kv.commands.Table` is the engine's. It moves bytes, says how many
   positions may be taken, and decides nothing else.
