@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,26 @@ def test_what_one_clause_has_told_another_does_not_tell_again() -> None:
     (verdict,) = run(OfTheMock(Doubles, 0.1), only=lambda name: name in wanted).failed
     assert verdict.clause == "engine_keeps_its_contract"
     assert verdict.detail.count("torch.float64") == 1
+
+
+class Fewer(MockEngine):
+    """A model with fewer ids than its tokenizer."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.vocab_size = 250
+
+
+def test_no_token_is_asked_that_only_the_tokenizer_has() -> None:
+    wanted = (
+        "row_depends_on_every_token",
+        "rows_at_every_length",
+        "scores_together",
+        "tokens_from_all_over_the_vocabulary",
+        "first_and_last_token_stop",
+    )
+    report = run(OfTheMock(Fewer, 0.1), only=lambda name: name in wanted)
+    assert [verdict.status for verdict in report.verdicts] == ["passed"] * len(wanted)
 
 
 class OfTheMockWithWideRows(OfTheMock):

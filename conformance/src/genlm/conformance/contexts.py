@@ -76,7 +76,8 @@ class Contexts:
         #: The special tokens.
         self.special = sorted(i for i in special if 0 <= i < vocab_size)
         #: Tokens that an engine may take for padding, or put before a text.
-        self.marks = list(dict.fromkeys([*(i for i in named if isinstance(i, int)), 0]))
+        marks = [i for i in named if isinstance(i, int) and i < vocab_size]
+        self.marks = list(dict.fromkeys([*marks, 0]))
         #: The few tokens.
         self.tokens = list(dict.fromkeys(text[8:]))[:6] or [
             vocab_size * i // 7 for i in range(1, 7)

@@ -156,7 +156,7 @@ class LengthClauses:
         """Special tokens, the first and the last ones: gathered, extended and asked again, their
         contexts have their cold rows."""
         contexts = live.contexts
-        last = len(live.lm.byte_vocab) - 1
+        last = contexts.vocab_size - 1
         tokens = list(dict.fromkeys([0, last, *contexts.special[:6], *contexts.spread]))
         asked = [(*contexts.stem[:4], token_id) for token_id in tokens]
         asked += [(token_id, contexts.tokens[0]) for token_id in tokens]

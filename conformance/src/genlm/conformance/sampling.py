@@ -137,7 +137,7 @@ class SamplingClauses:
     def test_first_and_last_token_stop(self, live: Subject) -> None:
         """The first token of the vocabulary and the last one stop a draw as others do: at a
         temperature at which they come up, no draw contains its stop token."""
-        size = len(live.lm.byte_vocab)
+        size = live.contexts.vocab_size
         length = min(24, live.contexts.limit - 5)
         count = math.ceil(5 * size / length)
         if count > 200:
@@ -178,7 +178,7 @@ class SamplingClauses:
         def max_tokens(prompt: TokenIds, count: int) -> None:
             drawn = live.sample(prompt, count, seed=0)
             check(len(drawn) == count, f"max_tokens={count} gave {len(drawn)} tokens")
-            known = range(len(live.lm.byte_vocab))
+            known = range(live.contexts.vocab_size)
             check(all(token_id in known for token_id in drawn), f"{drawn} is not all in {known}")
 
     def test_frequencies_agree_with_rows(self, live: Subject) -> None:

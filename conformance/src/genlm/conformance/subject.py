@@ -193,7 +193,13 @@ class Subject(Driver):
     @functools.cached_property
     def contexts(self) -> Contexts:
         """Strategies for contexts that this model takes."""
-        return Contexts(self.lm.tokenizer, len(self.lm.byte_vocab), self.lm.max_context)
+        known = min(self.model_ids, len(self.lm.byte_vocab))
+        return Contexts(self.lm.tokenizer, known, self.lm.max_context)
+
+    @property
+    def model_ids(self) -> int:
+        """How many token ids the model has; its tokenizer may have more, or fewer."""
+        return self.lm.context([0]).vocab_size
 
     def reset(self) -> None:
         """Bring the model to the state that every example begins in: caches empty, the given
