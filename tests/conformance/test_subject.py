@@ -151,6 +151,24 @@ def test_no_token_is_asked_that_only_the_tokenizer_has() -> None:
     assert [verdict.status for verdict in report.verdicts] == ["passed"] * len(wanted)
 
 
+class ScoresWrongly(MockEngine):
+    """With padded embeddings, and wrong scores, which the core does not ask for then."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.vocab_size = 264
+
+    @hookimpl
+    def genlm_sequence_logprobs(self, continuations: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return [torch.zeros(len(tokens)) for tokens in continuations]
+
+
+def test_scores_that_are_not_asked_for_are_not_said_to_be_right() -> None:
+    suite = OfTheMock(ScoresWrongly, 0.1)
+    (verdict,) = run(suite, only=lambda name: name == "scores_together").skipped
+    assert "scores were made from rows" in verdict.detail
+
+
 class OfTheMockWithWideRows(OfTheMock):
     """Its reference rows are as wide as a model with padded embeddings."""
 

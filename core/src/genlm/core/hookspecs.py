@@ -315,7 +315,8 @@ def genlm_sequence_logprobs(
     it, normalised over ``vocab_size``.
 
     Continuations are not empty, and context plus continuation without its last token fits
-    ``max_context``. Without an implementation, or on ``None``, the core asks for one row per token.
+    ``max_context``. Without an implementation, or on ``None``, the core asks for one row per token;
+    so it does where ``vocab_size`` exceeds the tokenizer's vocabulary, and does not call this.
     """
 
 
