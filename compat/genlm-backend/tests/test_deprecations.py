@@ -23,6 +23,7 @@ MAKERS: list[Callable[[Any], Any]] = [
     trie.ParallelTokenCharacterTrie,
     trie.AsyncTokenCharacterTrie.from_vocab,
     lambda words: trie.AsyncTokenCharacterTrie.from_vocab(words, backend="sequential"),
+    lambda words: trie.ParallelTokenCharacterTrie(device="cpu", decode=words),
 ]
 
 

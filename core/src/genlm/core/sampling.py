@@ -64,8 +64,8 @@ class Particle:
 class TokenDrawer:
     """Draws tokens from rows, one uniform number each, by inverting the cumulative distribution.
 
-    The numbers come from a generator of its own, so a seed fixes the draws whatever else is going
-    on.
+    With a seed the numbers come from a generator of its own: it fixes the draws, whatever else is
+    going on.
 
     Attributes:
         logprob: Of all that has been drawn, under the rows.

@@ -116,31 +116,15 @@ class MlxEngine:
     def genlm_sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
     ) -> Sequence[torch.Tensor]:
-        short: list[int] = []
+        scores: dict[int, torch.Tensor] = {}
         if isinstance(self.store, Store):
             short = [at for at, one in enumerate(continuations) if len(one) <= TOGETHER]
-        some = [queries[at] for at in short], [continuations[at] for at in short]
-        scores = dict(zip(short, self._scored(*some), strict=True)) if short else {}
+            some = [queries[at] for at in short], [continuations[at] for at in short]
+            scores = dict(zip(short, _scored(self.store, *some), strict=True))
         return [
             scores[at] if at in scores else self._score(query, tuple(continuations[at]))
             for at, query in enumerate(queries)
         ]
-
-    def _scored(
-        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
-    ) -> Sequence[torch.Tensor]:
-        """Scores that are computed together, but for what would need too much memory."""
-        assert isinstance(self.store, Store)
-        wanted = ScoredRows(scored_sequences(queries, continuations), continuations)
-        sizes = [*map(len, continuations)]
-        scores = torch.empty(sum(sizes))
-        ends = [*accumulate(piece.keep for piece in wanted.pieces)]
-        for _, group in groupby(range(len(ends)), key=lambda at: ends[at] // ROWS):
-            numbers = [*group]
-            for owners, logits in self.store.results([wanted.pieces[at] for at in numbers]):
-                rows, tokens, places = wanted.read([numbers[owner] for owner in owners])
-                scores[places] = _rows(logits)[rows, tokens]
-        return torch.split(scores, sizes)
 
     def _score(self, query: Query, continuation: tuple[int, ...]) -> torch.Tensor:
         """One pass over the new tokens of the context and over the continuation. If the context has
@@ -199,6 +183,22 @@ class MlxEngine:
         mx.clear_cache()
         # last: joining a thread that still has streams can abort the process at exit.
         mx.clear_streams()
+
+
+def _scored(
+    store: Store, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+) -> Sequence[torch.Tensor]:
+    """Scores that are computed together, but for what would need too much memory."""
+    wanted = ScoredRows(scored_sequences(queries, continuations), continuations)
+    sizes = [*map(len, continuations)]
+    scores = torch.empty(sum(sizes))
+    ends = [*accumulate(piece.keep for piece in wanted.pieces)]
+    for _, group in groupby(range(len(ends)), key=lambda at: ends[at] // ROWS):
+        numbers = [*group]
+        for owners, logits in store.results([wanted.pieces[at] for at in numbers]):
+            rows, tokens, places = wanted.read([numbers[owner] for owner in owners])
+            scores[places] = _rows(logits)[rows, tokens]
+    return torch.split(scores, sizes)
 
 
 def _rows(logits: mx.array) -> torch.Tensor:

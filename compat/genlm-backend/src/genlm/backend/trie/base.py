@@ -14,7 +14,7 @@ class TokenCharacterTrie(genlm.core.trie.TokenCharacterTrie):
     # Not __init__: from here the caller is one frame away, also from a subclass. That may have
     # arguments of its own.
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        decode = [*arguments, *options.values(), None][0]
+        decode = arguments[0] if arguments else options.get("decode")
         if isinstance(decode, Collection) and any(map(Token.is_plain_bytes, decode)):
             warnings.warn(
                 f"{cls.__name__} over plain bytes is deprecated since genlm-backend 0.3; give it "
