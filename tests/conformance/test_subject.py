@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -181,3 +182,30 @@ def test_reference_rows_that_are_too_wide_are_not_taken_for_a_fault_of_the_engin
     (verdict,) = run(suite, only=lambda name: name == "cold_rows_are_the_reference").failed
     assert "the reference row of [" in verdict.detail
     assert "has the shape (300,), not (258,)" in verdict.detail
+
+
+class EndsLater(MockEngine):
+    """A thread of each model goes a while after the model is closed."""
+
+    may_end: ClassVar[list[threading.Event]] = []
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.may_end.append(threading.Event())
+        threading.Thread(target=self.may_end[-1].wait, daemon=True).start()
+
+
+def test_what_goes_soon_after_a_model_is_closed_is_not_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def some_time_passes(seconds: float) -> None:
+        for event in EndsLater.may_end[1:]:  # not of the model under test
+            event.set()
+
+    monkeypatch.setattr(time, "sleep", some_time_passes)
+    wanted = "nothing_is_left_after_close"
+    report = run(OfTheMock(EndsLater, 0.1), only=lambda name: name == wanted)
+    assert [verdict.status for verdict in report.verdicts] == ["passed"]
+    under_test, *further = EndsLater.may_end
+    under_test.set()
+    assert len(further) == 1, "its first use was not taken as well"
