@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genlm.core import InvalidOptionError, InvalidQueryError, MockAsyncLM
-from genlm.core.mock import MockEngine
+from genlm.core import AsyncLM, InvalidOptionError, InvalidQueryError, MockAsyncLM, hookimpl
+from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.scoring import rolling_windows
 
 from .doubles import Processor
@@ -45,6 +45,31 @@ def sharp(request, mock, monkeypatch):
         monkeypatch.delattr(MockEngine, "genlm_sequence_logprobs")
     flip = Processor(lambda _, rows: rows.flip(-1))
     return mock(Sharp, wrappers=[flip] if request.param == "hook" else [])
+
+
+class Padded(MockEngine):
+    """Rows for six ids more than the tokenizer has."""
+
+    widths: list = []  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__(ByteTokenizer())
+        self.vocab_size = 264
+
+    @hookimpl
+    def genlm_sequence_logprobs(self, queries, continuations, width):
+        self.widths.append(width)
+        (query,), (tail,) = queries, continuations
+        rows = [self.row(query.extended(tail[:at]))[:width] for at in range(len(tail))]
+        return [torch.stack(rows).log_softmax(-1)[range(len(tail)), tail]]
+
+
+def test_an_engine_scores_among_the_tokens_of_the_tokenizer():
+    with AsyncLM(Padded, backend="padded") as lm:
+        rows = lm.batch_next_token_logprobs_sync([[1], [1, 5], [1, 5, 9]])
+        scores = lm.sequence_logprobs_sync([1], [5, 9, 200])
+    assert Padded.widths == [258]
+    torch.testing.assert_close(scores, rows[range(3), [5, 9, 200]])
 
 
 def greedy(lm, prompt, length):

@@ -69,9 +69,8 @@ class Pair:
         return set(answered)
 
     def scores(self, asked: Sequence[Scored]) -> Sequence[torch.Tensor]:
-        return self.engine.genlm_sequence_logprobs(
-            [Query(tuple(context)) for context, _ in asked], [tail for _, tail in asked]
-        )
+        queries, tails = zip(*((Query(tuple(one)), tail) for one, tail in asked), strict=True)
+        return self.engine.genlm_sequence_logprobs(queries, tails, self.engine.vocab_size)
 
     def expected_scores(self, asked: Sequence[Scored]) -> list[torch.Tensor]:
         scores = []

@@ -213,7 +213,8 @@ def test_state_in_uniform_rows_copies_once(there: Make) -> None:
 def test_a_score_copies_its_targets_besides(there: Make) -> None:
     engine = there(LLAMA)
     with counted() as counts:
-        engine.genlm_sequence_logprobs([Query((1, 2, 3)), Query((4,))], [[5, 6], [7, 8, 9]])
+        queries = [Query((1, 2, 3)), Query((4,))]
+        engine.genlm_sequence_logprobs(queries, [[5, 6], [7, 8, 9]], engine.vocab_size)
     assert counts == Counts(up=2)
 
 

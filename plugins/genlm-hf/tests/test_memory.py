@@ -253,7 +253,7 @@ def test_scores_that_fail_spoil_no_context_that_they_went_on_from(llama: Any) ->
         failing(head, only(0), RuntimeError("a kernel failed")),
         pytest.raises(RuntimeError, match="a kernel failed"),
     ):
-        llama.engine.genlm_sequence_logprobs([Query(whole[:20])], [whole[20:]])
+        llama.scores([(whole[:20], whole[20:])])
     llama.check((*whole[:30], 1))
 
 
@@ -269,7 +269,7 @@ def test_a_forward_without_numbers_spoils_no_state_that_was_known(llama: Any) ->
 
     for again in (
         lambda: llama.ask(whole),
-        lambda: llama.engine.genlm_sequence_logprobs([Query(whole[:30])], [whole[30:]])[0],
+        lambda: llama.scores([(whole[:30], whole[30:])])[0],
     ):
         llama.check(whole)
         hook = layer.register_forward_hook(once)

@@ -14,7 +14,7 @@ from genlm.core import EngineError, InvalidOptionError
 from genlm.core.mock import ByteTokenizer
 from genlm.hf import AsyncTransformer
 
-from .models import build
+from .models import build, llama_config
 
 CONTEXTS = [[72, 105], [72, 105, 33], [40] * 20]
 
@@ -103,6 +103,22 @@ def test_a_model_that_returns_tuples_by_its_configuration() -> None:
         lm.next_token_logprobs_sync(CONTEXTS[0])
         found = lm.next_token_logprobs_sync(CONTEXTS[1])
     torch.testing.assert_close(found, right, atol=1e-4, rtol=0)
+
+
+def test_scores_take_one_forward_where_embeddings_are_padded() -> None:
+    model = build(llama_config(vocab_size=264))
+    with torch.no_grad():
+        model.get_output_embeddings().weight[258:] *= 30  # padding has most of the mass
+    text = [7 * n % 258 for n in range(60)]
+    with AsyncTransformer(model, ByteTokenizer()) as lm:
+        rows = [lm.next_token_logprobs_uncached(text[:at]) for at in range(9, 60)]
+        right = torch.stack(rows)[range(51), text[9:]]
+        lm.sequence_logprobs_sync(text[1:10], text[9:])  # proves scores of this length
+        forwards: list[int] = []
+        model.register_forward_hook(lambda _, __, given: forwards.append(given.logits.shape[-1]))
+        scores = lm.sequence_logprobs_sync(text[:9], text[9:])
+        assert forwards == [264]
+    torch.testing.assert_close(scores, right, atol=1e-4, rtol=0)
 
 
 class WithMask(OwnModel):

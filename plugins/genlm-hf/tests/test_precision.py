@@ -117,7 +117,7 @@ def test_another_default_type(config: Any) -> None:
     model = unproven(config(**shape, dtype=torch.float32), max_batch_tokens=48)
     assert model.engine.model.dtype == torch.float32
     check_random_program(model, seed=config.__name__, atol=5e-4)
-    (scores,) = model.engine.genlm_sequence_logprobs([Query((1, 2, 3))], [(5, 6)])
+    (scores,) = model.scores([((1, 2, 3), (5, 6))])
     assert scores.dtype == torch.float32
     expected = model.expected((1, 2, 3))[0, 5]
     torch.testing.assert_close(scores[0], expected, atol=5e-4, rtol=0)

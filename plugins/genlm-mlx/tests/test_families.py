@@ -39,7 +39,7 @@ def test_scores_behind_the_shorter_row_of_a_batch(
     for tokens in ((), (5,)):
         rows_of(engine, [[*whole, *tokens], [*whole[:3], *tokens]])
     context = (*whole[:3], 5)
-    (scores,) = engine.genlm_sequence_logprobs([Query(context)], [drawn])
+    (scores,) = engine.genlm_sequence_logprobs([Query(context)], [drawn], engine.vocab_size)
     rows = cold_rows_of(engine, [[*context, *drawn[:at]] for at in range(len(drawn))])
     expected = rows.gather(1, torch.tensor(drawn)[:, None])[:, 0]
     torch.testing.assert_close(scores, expected, atol=1e-3, rtol=0)

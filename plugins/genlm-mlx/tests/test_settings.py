@@ -175,7 +175,9 @@ def test_rows_and_scores_are_those_of_transformers(
         (warm,) = engine.logprobs([Query(tuple(whole[:length]))])
         torch.testing.assert_close(warm, row, atol=CLOSE, rtol=0)
     (scores,) = engine.genlm_sequence_logprobs(
-        [Query(tuple(whole[: tried[0]]))], [tuple(whole[tried[0] : tried[-1]])]
+        [Query(tuple(whole[: tried[0]]))],
+        [tuple(whole[tried[0] : tried[-1]])],
+        engine.vocab_size,
     )
     expected = [rows[length][whole[length]] for length in tried[:-1]]
     found = [scores[length - tried[0]] for length in tried[:-1]]

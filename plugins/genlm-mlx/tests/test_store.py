@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from genlm.core import Query
 from genlm.kit.kv import Blank, Command
 from genlm.mlx.blocks import Blocks
-from genlm.mlx.engine import ROWS
+from genlm.mlx.engine import ROWS, TOGETHER
 from genlm.mlx.loading import load
 from genlm.mlx.store import Store
 from genlm.mlx.table import Table
@@ -272,7 +272,7 @@ def test_a_score_is_one_pass_over_what_is_new(folders: Folders) -> None:
     context, drawn = tokens_of(40, 0), tokens_of(60, 1)
     engine.logprobs([Query(context)])
     watched.forwards.clear()
-    engine.genlm_sequence_logprobs([Query((*context, 5))], [drawn])
+    engine.genlm_sequence_logprobs([Query((*context, 5))], [drawn], engine.vocab_size)
     assert watched.forwards == [60], "the context's last token, and the continuation but one"
     engine.logprobs([Query((*context, 6))])
     assert watched.forwards == [60, 1], "the context is still known"
@@ -286,7 +286,7 @@ def test_a_context_is_computed_once_for_all_its_scores(
     engine = load(str(folders(family)), {"kv_cache_bytes": budget})
     engine._runner.model = watched = Watched(engine.model)
     context, continuations = tokens_of(100, 0), [tokens_of(6, seed) for seed in range(1, 9)]
-    scores = engine.genlm_sequence_logprobs([Query(context)] * 8, continuations)
+    scores = engine.genlm_sequence_logprobs([Query(context)] * 8, continuations, engine.vocab_size)
     assert 99 + 7 * 6 < sum(watched.forwards) <= 99 + 8 * 6  # two may begin alike
     if family == "llama":
         assert len(watched.forwards) == 3, "the context, the longest, and the others together"
@@ -295,7 +295,9 @@ def test_a_context_is_computed_once_for_all_its_scores(
             (row,) = engine.logprobs([Query((*context, *tokens[:at]), cold=True)])
             assert abs(score[at] - row[tokens[at]]) < 1e-3
     watched.forwards.clear()
-    engine.genlm_sequence_logprobs([Query((*context, *continuations[-1]))], [tokens_of(6, 9)])
+    engine.genlm_sequence_logprobs(
+        [Query((*context, *continuations[-1]))], [tokens_of(6, 9)], engine.vocab_size
+    )
     assert sum(watched.forwards) <= 12
 
 
@@ -312,13 +314,29 @@ def test_candidates_that_begin_alike_cost_their_tree(
         monkeypatch.setattr("genlm.mlx.engine.ROWS", rows)
         engine.genlm_clear_kv_cache()
         watched.forwards.clear()
-        scores = engine.genlm_sequence_logprobs([Query(context)] * len(asked), asked)
+        scores = engine.genlm_sequence_logprobs(
+            [Query(context)] * len(asked), asked, engine.vocab_size
+        )
         assert sum(watched.forwards) <= 20 + 32 + 5 * 3 + 20 + 130
         for score, tokens in zip(scores, asked, strict=True):
             assert len(score) == len(tokens)
             for at in range(0, len(tokens), 7):
                 (row,) = engine.logprobs([Query((*context, *tokens[:at]), cold=True)])
                 assert abs(score[at] - row[tokens[at]]) < 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+@pytest.mark.parametrize("size", [3, TOGETHER + 1])
+def test_scores_have_mass_on_the_first_tokens_only(
+    folders: Folders, family: str, size: int
+) -> None:
+    engine = load(str(folders(family)), {})
+    context, tokens, width = tokens_of(9, 0), [token % 200 for token in tokens_of(size, 1)], 200
+    (scores,) = engine.genlm_sequence_logprobs([Query(context)], [tokens], width)
+    for at in (0, size - 1):
+        (row,) = engine.logprobs([Query((*context, *tokens[:at]), cold=True)])
+        right = row[:width].log_softmax(-1)[tokens[at]]
+        assert abs(scores[at] - right) < 1e-3 < abs(scores[at] - row[tokens[at]])
 
 
 def test_the_probe_leaves_nothing_behind(folders: Folders) -> None:

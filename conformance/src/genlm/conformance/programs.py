@@ -203,7 +203,8 @@ class Program:
             return
         self.drained()
         queries, tails = [one.query for one in some], [one.continuation for one in some]
-        scores = call(self.engine, "genlm_sequence_logprobs", queries=queries, continuations=tails)
+        given = {"continuations": tails, "width": self.engine.vocab_size}  # as rows have it
+        scores = call(self.engine, "genlm_sequence_logprobs", queries=queries, **given)
         for request, score in zip(some, scores or [None] * len(some), strict=True):
             self._compare(request, score)
 

@@ -428,10 +428,7 @@ class GenerationMixin(RowsMixin):
 
     async def _native_scores(self, asked: Continuations) -> list[torch.Tensor | None]:
         """What the engine scores itself; ``None`` for what it does not."""
-        # A native score is normalised over the engine's rows. That is right unless they have
-        # padding to drop.
-        padded = self._engine.vocab_size > self._engine.width
-        if not asked or padded or "scores" not in self._engine.native:
+        if not asked or "scores" not in self._engine.native:
             return [None] * len(asked)
         return await self._batcher.submit([ScoreRequest(*pair) for pair in asked], list)
 

@@ -308,15 +308,16 @@ def genlm_sample(
 
 @hookspec(firstresult=True)
 def genlm_sequence_logprobs(
-    queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+    queries: Sequence[Query], continuations: Sequence[Sequence[int]], width: int
 ) -> Sequence[torch.Tensor] | None:
     """Score continuations: element ``i`` is ``[len(continuations[i])]`` float32, the
     log-probability of each token of ``continuations[i]`` given ``queries[i]`` and the tokens before
-    it, normalised over ``vocab_size``.
+    it, normalised over the first ``width`` ids, those of the tokenizer.
 
     Continuations are not empty, and context plus continuation without its last token fits
-    ``max_context``. Without an implementation, or on ``None``, the core asks for one row per token;
-    so it does where ``vocab_size`` exceeds the tokenizer's vocabulary, and does not call this.
+    ``max_context``. Without an implementation, or on ``None``, the core asks for one row per token.
+    So it does where ``vocab_size`` exceeds ``width`` (padded embeddings), if an implementation
+    leaves this argument out: it normalises over ``vocab_size`` then.
     """
 
 

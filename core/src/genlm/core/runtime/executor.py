@@ -204,6 +204,7 @@ class EngineExecutor:
 
     def _batch(self, requests: Sequence[Any]) -> Answers[Request]:
         """The result of each request, which are of one kind; ``None`` if the engine declines."""
+        arguments: dict[str, Any]
         if isinstance(requests[0], Query):
             hook, arguments = "genlm_next_token_logprobs", {"queries": tuple(requests)}
         else:
@@ -213,6 +214,7 @@ class EngineExecutor:
             else:
                 hook = "genlm_sequence_logprobs"
                 arguments["continuations"] = tuple(r.continuation for r in requests)
+                arguments["width"] = self.engine.width
         results, failed = self._called(hook, requests, **arguments)
         return [(r, failed.get(query_of(r), given)) for r, given in results] if failed else results
 

@@ -8,12 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from genlm.core.checks import integer, safe_repr
-from genlm.core.errors import (
-    InvalidOptionError,
-    ModelClosedError,
-    PluginError,
-    UnsupportedError,
-)
+from genlm.core.errors import InvalidOptionError, ModelClosedError, PluginError, UnsupportedError
 from genlm.core.hook_calls import PROCESSOR, HookCalls
 from genlm.core.logs import get_logger
 from genlm.core.options import CoreOptions
@@ -92,23 +87,25 @@ class LoadedEngine:
             raise PluginError(
                 f"{self._owner}: eos_token_ids must be a list of token ids; got {safe_repr(ends)}"
             ) from None
+        self.tokenizer = engine.tokenizer
+        self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
+        self.width = len(self.byte_vocab)  # of rows; kept, because users have the list itself
         processes = self.calls.process
         #: By which hook the engine answers ``samples`` and ``scores`` itself. With processors it
         #: does not: its draws would not be from their rows.
         self.native: dict[str, str] = {}
-        for kind, hook in (("samples", "genlm_sample"), ("scores", "genlm_sequence_logprobs")):
-            in_steps = self.supports("genlm_step", kind)
-            if not processes and (in_steps or self.supports(hook)):
+        over = "width" if self.vocab_size > self.width else None  # else padding has mass in scores
+        hooks = {"samples": ("genlm_sample", None), "scores": ("genlm_sequence_logprobs", over)}
+        for kind, (hook, needed) in hooks.items():
+            in_steps = self.supports("genlm_step", kind) and not needed
+            if not processes and (in_steps or self.supports(hook, needed)):
                 self.native[kind] = "genlm_step" if in_steps else hook
         called = {evaluates, *self.native.values(), *([PROCESSOR] if processes else ())}
         self.calls.check_observers(evaluates, called)
-        self.tokenizer = engine.tokenizer
         self.device = str(engine.device)
         self._model = engine.model
         self.lacking: Mapping[str, str] = getattr(engine, "lacking", {})
         self.closed = False
-        self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
-        self.width = len(self.byte_vocab)  # of rows; kept, because users have the list itself
         self.eos_token_ids = [token_id for token_id in named if 0 <= token_id < self.width]
         process = partial(self.calls.evaluate, PROCESSOR) if processes else None
         first = 0 if options.check is False else FIRST

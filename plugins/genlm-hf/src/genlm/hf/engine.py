@@ -224,7 +224,7 @@ class HFEngine:
 
     @hookimpl
     def genlm_sequence_logprobs(
-        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]], width: int
     ) -> Sequence[torch.Tensor]:
         """One sequence per pair: logits of the continuation's positions only, reduced at once."""
         sequences = scored_sequences(queries, continuations)
@@ -233,7 +233,7 @@ class HFEngine:
             last = TokenSequence(sequences[unproven].tokens, sequences[unproven].adapter)
             self._rows([self._evaluator.compared_part(last)])
             self._proven(last, self._rows([last])[0])
-        scores = Scores(sequences, continuations, self._evaluator, self.device)
+        scores = Scores(sequences, continuations, self._evaluator, self.device, width)
         with closing(self._evaluator.run(scores.pieces)) as results:
             for result in results:
                 scores.add(result)

@@ -27,6 +27,7 @@ class Scores:
         continuations: Of each of them.
         evaluator: Says where sequences must be cut.
         device: Where the scores go.
+        width: How many tokens have mass: those of the tokenizer, without padding.
 
     Attributes:
         whole: For each continuation ``[len(continuation)]`` float32.
@@ -39,7 +40,9 @@ class Scores:
         continuations: Sequence[Sequence[int]],
         evaluator: Evaluator,
         device: str,
+        width: int,
     ) -> None:
+        self._width = width
         self._rows = ScoredRows(sequences, continuations, evaluator.pieces)
         self.pieces = self._rows.pieces
         sizes = [*map(len, continuations)]
@@ -53,5 +56,5 @@ class Scores:
         upload = Upload()
         rows, tokens, scores = map(upload.add, self._rows.read(result.owners))
         device = result.logits.device
-        picked = logprobs(result.logits)[rows.on(device), tokens.on(device)]
+        picked = logprobs(result.logits[:, : self._width])[rows.on(device), tokens.on(device)]
         self._scores[scores.on(self._scores.device)] = picked.to(self._scores.device)

@@ -114,19 +114,19 @@ class MlxEngine:
     @hookimpl
     @LOWER
     def genlm_sequence_logprobs(
-        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]], width: int
     ) -> Sequence[torch.Tensor]:
         scores: dict[int, torch.Tensor] = {}
         if isinstance(self.store, Store):
             short = [at for at, one in enumerate(continuations) if len(one) <= TOGETHER]
             some = [queries[at] for at in short], [continuations[at] for at in short]
-            scores = dict(zip(short, _scored(self.store, *some), strict=True))
+            scores = dict(zip(short, _scored(self.store, *some, width), strict=True))
         return [
-            scores[at] if at in scores else self._score(query, tuple(continuations[at]))
+            scores[at] if at in scores else self._score(query, tuple(continuations[at]), width)
             for at, query in enumerate(queries)
         ]
 
-    def _score(self, query: Query, continuation: tuple[int, ...]) -> torch.Tensor:
+    def _score(self, query: Query, continuation: tuple[int, ...], width: int) -> torch.Tensor:
         """One pass over the new tokens of the context and over the continuation. If the context has
         many, they are computed first and kept: further continuations may follow it."""
         if self.store is None:
@@ -141,7 +141,7 @@ class MlxEngine:
         rows = self._runner.following(cache, version_of(query), new, len(continuation))
         wanted = torch.tensor(continuation)
         scores: list[torch.Tensor] = []
-        for block in map(_rows, rows):
+        for block in (_rows(logits[:, :width]) for logits in rows):
             some, wanted = wanted[: len(block)], wanted[len(block) :]
             scores.append(block.gather(1, some[:, None])[:, 0])
         return torch.cat(scores)
@@ -186,7 +186,7 @@ class MlxEngine:
 
 
 def _scored(
-    store: Store, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+    store: Store, queries: Sequence[Query], continuations: Sequence[Sequence[int]], width: int
 ) -> Sequence[torch.Tensor]:
     """Scores that are computed together, but for what would need too much memory."""
     wanted = ScoredRows(scored_sequences(queries, continuations), continuations)
@@ -197,7 +197,7 @@ def _scored(
         numbers = [*group]
         for owners, logits in store.results([wanted.pieces[at] for at in numbers]):
             rows, tokens, places = wanted.read([numbers[owner] for owner in owners])
-            scores[places] = _rows(logits)[rows, tokens]
+            scores[places] = _rows(logits[:, :width])[rows, tokens]
     return torch.split(scores, sizes)
 
 
