@@ -126,6 +126,7 @@ def test_a_context_of_the_greatest_length(mock):
         ({"max_tokens": 1.5}, "max_tokens must be .* got 1.5"),
         ({"eos_token_ids": [3, 999]}, "eos_token_ids has 999, which is out of range; .* 0 to 257"),
         ({"eos_token_ids": 7}, "eos_token_ids must be a list of token ids"),
+        ({"eos_token_ids": torch.tensor(7)}, r"must be a list of token ids.* got tensor\(7\)"),
         ({"eos_token_ids": ["</s>"]}, "each of eos_token_ids must be .* got '</s>'"),
         ({"temperature": -0.1}, "temperature must be a finite number of at least 0; got -0.1"),
         ({"temperature": float("nan")}, "temperature must be a finite number .* got nan"),

@@ -196,7 +196,8 @@ def checked_params(
 
 
 def _iterable(eos_token_ids: Any) -> Iterable[Any]:
-    if isinstance(eos_token_ids, str | bytes) or not isinstance(eos_token_ids, Iterable):
+    text = isinstance(eos_token_ids, str | bytes)
+    if text or not isinstance(eos_token_ids, Iterable) or getattr(eos_token_ids, "ndim", 1) == 0:
         raise InvalidOptionError(
             "eos_token_ids must be a list of token ids, [] for none; "
             f"got {safe_repr(eos_token_ids)}"
