@@ -272,6 +272,7 @@ ROWS, STEP = "genlm_next_token_logprobs", "genlm_step"
         (MockEngine, [], [STEP], ROWS),
         (MockEngine, [Processor(None)], ["genlm_sample"], ROWS),
         (MockEngine, [], ["genlm_process_logprobs"], ROWS),
+        (MockEngine, [], ["genlm_load", "genlm_backend_info"], ROWS),
     ],
 )
 def test_an_observer_that_is_never_called_is_refused(engine, others, hooks, remedy):

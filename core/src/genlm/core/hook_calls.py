@@ -33,6 +33,7 @@ HOOKS = [name for name in vars(hookspecs) if name.startswith(PREFIX)]
 
 #: The hook that changes rows, and those that give rows, draws and scores.
 PROCESSOR = "genlm_process_logprobs"
+EARLIER = ("genlm_backend_info", "genlm_load")  # than wrappers go around anything
 EVALUATION = (
     "genlm_next_token_logprobs",
     "genlm_step",
@@ -110,7 +111,7 @@ class HookCalls:
                 )
 
     def check_observers(self, evaluates: str, called: Collection[str]) -> None:
-        """Refuse a wrapper of evaluation hooks none of which is ever called.
+        """Refuse a wrapper of loading and evaluation hooks none of which is ever called.
 
         Args:
             evaluates: The hook that gives this engine's rows.
@@ -120,7 +121,7 @@ class HookCalls:
             PluginError: it names the wrapper, its hook and the one to take.
         """
         observed: dict[Hooked, list[str]] = {}
-        for hook in (*EVALUATION, PROCESSOR):
+        for hook in (*EARLIER, *EVALUATION, PROCESSOR):
             for wrapper in self._around[hook]:
                 observed.setdefault(cast(Hooked, wrapper.plugin), []).append(hook)
         for plugin, hooks in observed.items():

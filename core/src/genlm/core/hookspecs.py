@@ -66,8 +66,9 @@ hooks ends the model. PyTorch does not count what is written through NumPy, so
 that goes unnoticed: write into copies.
 
 A misspelt hook is an error when the model loads. So is a wrapper without a hook, and a wrapper that
-has evaluation hooks but none by which this engine is called: an engine with ``genlm_step`` is never
-called by ``genlm_next_token_logprobs``. To observe every engine, implement both.
+has loading or evaluation hooks but none by which this engine is called: an engine with
+``genlm_step`` is never called by ``genlm_next_token_logprobs``. To observe every engine, implement
+both. No wrapper is there yet when ``genlm_load`` is called.
 
 Examples:
     An observer that counts the rows of each batch or step, on any engine:
