@@ -18,9 +18,8 @@ FROM_PRETRAINED = (
     "experts_implementation force_download fusion_config generation_config gguf_file "
     "ignore_mismatched_sizes kernel_config key_mapping local_files_only low_cpu_mem_usage "
     "max_memory offload_buffers offload_folder offload_state_dict proxies quantization_config "
-    "resume_download revision state_dict subfolder token tokenizer torch_dtype tp_plan tp_size "
-    "trust_remote_code use_auth_token use_cache use_flash_attention_2 use_kernels "
-    "use_safetensors variant weights_only"
+    "revision state_dict subfolder token tokenizer torch_dtype tp_plan tp_size "
+    "trust_remote_code use_cache use_kernels use_safetensors variant weights_only"
 )
 _BITSANDBYTES = (
     "bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type "
@@ -41,6 +40,9 @@ ELSEWHERE = {
     name: way
     for names, way in (
         (FROM_PRETRAINED, "give it in hf_opts, the arguments of from_pretrained"),
+        ("resume_download", "transformers resumes by itself; leave it out"),
+        ("use_auth_token", "its name is token now: hf_opts={'token': ...}"),
+        ("use_flash_attention_2", "give hf_opts={'attn_implementation': 'flash_attention_2'}"),
         (_BITSANDBYTES, "give it in bitsandbytes_opts"),
         ("fullgraph dynamic mode options", "give it in compile_opts"),
         ("backend", "load_model_by_name takes it; torch.compile's goes in compile_opts"),
