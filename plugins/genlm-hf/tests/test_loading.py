@@ -107,6 +107,7 @@ def test_the_type_is_the_users(tiny: str) -> None:
         ({"hf_opts": {"use_auth_token": "x"}}, "takes no use_auth_token; its name is token now"),
         ({"use_auth_token": "x"}, "no option use_auth_token of its own; its name is token now"),
         ({"hf_opts": {"resume_download": True}}, "takes no resume_download; .*; leave it out"),
+        ({"hf_opts": {"tokenizer": object()}}, "must be a folder or a hub name; .* got <object"),
         ({"hf_opts": {"load_in_4bit": True}}, "hf_opts takes no load_in_4bit; give it in bits"),
         ({"hf_opts": {"max_model_len": 7}}, "hf_opts takes no max_model_len; it is an argument of"),
     ],

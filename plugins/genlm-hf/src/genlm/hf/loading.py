@@ -56,11 +56,16 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     """
     arguments = dict(options.hf_opts)
     tokenizer_name = arguments.pop("tokenizer", None)
+    if not isinstance(tokenizer_name, str | Path | None):
+        raise InvalidOptionError(
+            "hf_opts['tokenizer'] must be a folder or a hub name; AsyncTransformer(model, "
+            f"tokenizer) takes one that is loaded; got {safe_repr(tokenizer_name)}"
+        )
     name, gguf_file = _gguf(name)
     if gguf_file is not None:
         arguments.setdefault("gguf_file", gguf_file)
     source = {key: arguments[key] for key in SOURCE_ARGUMENTS if key in arguments}
-    tokenizer = _load_tokenizer(tokenizer_name or name, {} if tokenizer_name else source)
+    tokenizer = _load_tokenizer(str(tokenizer_name or name), {} if tokenizer_name else source)
     device = _place(arguments, options)
     arguments["output_loading_info"] = True
     try:
