@@ -344,7 +344,8 @@ class GenerationMixin(RowsMixin):
                 for begin, first, end in windows
             ]
         )
-        return torch.cat(scores) if scores else torch.empty(0, device=self._engine.device)
+        none = torch.empty(0, dtype=torch.float32, device=self._engine.device)
+        return torch.cat(scores) if scores else none
 
     # --- blocking ---------------------------------------------------------------------------------
 
