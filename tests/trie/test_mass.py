@@ -24,6 +24,11 @@ def test_the_mass_of_a_prefix(trie):
     assert trie.mass(ROW.numpy(), b"a") == pytest.approx(float(P[[0, 1, 4, 8]].sum()), rel=1e-12)
 
 
+def test_mass_too_small_for_a_float_is_none():
+    with np.errstate(all="raise"):  # as a program may have set it
+        assert TokenCharacterTrie([b"a", b"b"]).mass([0.0, -800.0], b"b") == 0.0
+
+
 def test_special_tokens_are_not_text(trie):
     assert trie.mass(ROW, b"<") == 0.0
     assert trie.mass(ROW, b"<", special=True) == pytest.approx(float(P[7]), rel=1e-12)

@@ -135,6 +135,22 @@ def test_the_limit_is_the_number_of_contexts(vocab, target):
             asyncio.run(next_bytes_logprob(lm, [0], target, max_contexts=len(beginnings) - 1))
 
 
+def test_numpy_may_raise_at_what_is_too_small_for_a_float():
+    class Sure(MockAsyncLM):
+        def _get_logprobs(self, token_ids):
+            return torch.where(
+                torch.arange(258) == 97, 0.0, -740.0 if len(token_ids) == 1 else -1e3
+            )
+
+    async def ask(lm):
+        b = await (await BytePrefix.after(lm, [0], min_share=0.0)).extend(b"b")
+        return b.logprob, (await b.next_byte_logprobs())[97]
+
+    with Sure() as lm, np.errstate(all="raise"):
+        assert asyncio.run(ask(lm)) == (pytest.approx(-740.0, abs=0.01), 0.0)
+        assert asyncio.run(next_bytes_logprob(lm, [0], b"ab")) == -math.inf
+
+
 #: Several ways to write each text; token 7 is special.
 VOCAB = [b"a", b"ab", b"b", b"ba", b"abb", b"bab", b"", b"<a>", b"ab"]
 

@@ -110,10 +110,10 @@ class TokenDrawer:
         temperature, top_k = self._params.temperature, self._params.top_k
         top_p, min_p = self._params.top_p, self._params.min_p
         weights: NDArray[np.float64] = np.subtract(logprobs, logprobs.max(), dtype=np.float64)
-        if temperature != 1:
-            with np.errstate(over="ignore"):  # next to no temperature: -inf is what is meant
+        with np.errstate(all="ignore"):  # next to no temperature: -inf and 0 are what is meant
+            if temperature != 1:
                 weights /= temperature
-        np.exp(weights, out=weights)
+            np.exp(weights, out=weights)
         # What is kept is told by the log-probabilities: extreme temperatures round different ones
         # to the same weight.
         if top_k is not None and top_k < len(weights):

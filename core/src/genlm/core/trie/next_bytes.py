@@ -187,11 +187,11 @@ class BytePrefix:
                 "follow it has, so no byte comes next; give one that the model may write"
             )
         heaviest = max(reading.logprob for reading in readings)
-        masses = sum(
-            math.exp(reading.logprob - heaviest) * reading.next_bytes(self._trie.nodes)
-            for reading in readings
-        )
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", under="ignore"):
+            masses = sum(
+                math.exp(reading.logprob - heaviest) * reading.next_bytes(self._trie.nodes)
+                for reading in readings
+            )
             logprobs: Floats = np.log(masses / np.sum(masses))
         return logprobs
 
@@ -258,7 +258,7 @@ class BytePrefix:
                     raise
                 raise InvalidQueryError(f"{error}: the text after it needs room, too") from None
             for reading, row in zip(begun, rows, strict=True):
-                masses = np.exp(row.detach().double().cpu().numpy())[self._trie.positions]
+                masses = row.detach().cpu().double().exp().numpy()[self._trie.positions]
                 if masses.any():  # else nothing comes next, as where a wrapper bans all
                     no_byte = float(masses[~self._is_text].sum())
                     masses[~self._is_text] = 0.0
@@ -270,7 +270,8 @@ class BytePrefix:
         """The text with one byte more, and those of its tokenisations that are likely."""
         nodes = self._trie.nodes
         grown = [longer for reading in readings if (longer := reading.into(nodes, byte))]
-        logprob = float(np.logaddexp.reduce([r.mass for r in grown], initial=-math.inf))
+        with np.errstate(under="ignore"):
+            logprob = float(np.logaddexp.reduce([r.mass for r in grown], initial=-math.inf))
         inside = [going for reading in grown if (going := reading.going_on(nodes))]
         ended = [end for reading in grown for end in reading.endings(self._trie)]
         # Compared with what ends here, so that a byte which surprises those inside has a way too.

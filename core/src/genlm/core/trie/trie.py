@@ -196,7 +196,8 @@ class TokenCharacterTrie:
             InvalidInputError: ``row`` has another shape or is not of log-probabilities, or
                 symbols are bytes and ``prefix`` is a str or has token ids.
         """
-        probabilities = np.exp(self._row(row), dtype=np.float64)
+        with np.errstate(under="ignore"):  # a program may have it raise
+            probabilities = np.exp(self._row(row), dtype=np.float64)
         total = float(probabilities.sum())
         if not total < 1.01:  # also NaN
             raise InvalidInputError(
