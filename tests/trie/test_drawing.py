@@ -58,5 +58,6 @@ def test_a_symbol_that_is_no_byte_is_written_as_it_is():
 def test_what_cannot_be_drawn_is_refused(trie):
     with pytest.raises(InvalidInputError, match="weights by node"):
         trie.draw(WEIGHTS)
-    with pytest.raises(InvalidOptionError, match="at least 1"):
-        trie.draw(max_nodes=0)
+    for most in (0, None, "5"):
+        with pytest.raises(InvalidOptionError, match=f"of at least 1; got {most!r}"):
+            trie.draw(max_nodes=most)

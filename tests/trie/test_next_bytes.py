@@ -367,6 +367,7 @@ def test_what_is_refused(lm):
         (BytePrefix.after(lm, [0], min_share=2.0), "min_share must be a .* from 0 to 1; got 2"),
         (prefix.extend("a"), "more must be bytes"),
         (next_bytes_logprob(lm, [0], "ab"), "next_bytes must be bytes; got 'ab'"),
+        (next_bytes_logprob(lm, [0], b"a", max_contexts=None), "max_contexts must be .* got None"),
         (next_bytes_logprob([72], lm, b"a"), r"give a model, .* got \[72\]"),
         (BytePrefix.after(lm, [0], trie="x"), "give a model, .* trie='x'"),
     ):

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
 
-from genlm.core.errors import InvalidOptionError
+from genlm.core.checks import integer
 from genlm.core.trie.weights import FloatArray
 
 
@@ -27,10 +27,9 @@ def draw(
         max_nodes: The most nodes.
 
     Raises:
-        InvalidOptionError: ``max_nodes`` is less than 1.
+        InvalidOptionError: ``max_nodes`` is not an integer of at least 1.
     """
-    if max_nodes < 1:
-        raise InvalidOptionError(f"max_nodes must be at least 1; got {max_nodes}")
+    max_nodes = integer("max_nodes", max_nodes, least=1)
     drawn: set[int] = set()
     reach = [(0.0, 0)]
     while reach and len(drawn) < max_nodes:

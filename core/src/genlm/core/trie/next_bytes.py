@@ -13,7 +13,7 @@ import numpy.typing as npt
 from attrs import evolve, field, frozen
 
 from genlm.core.adapters import UNSET, LoraName
-from genlm.core.checks import number, safe_repr
+from genlm.core.checks import integer, number, safe_repr
 from genlm.core.context import Context
 from genlm.core.errors import InvalidInputError, InvalidQueryError
 from genlm.core.lm import AsyncLM
@@ -60,6 +60,7 @@ async def next_bytes_logprob(
     Raises:
         InvalidInputError: ``next_bytes`` is not bytes, or it takes more than ``max_contexts``
             contexts. Nothing has been asked then.
+        InvalidOptionError: ``max_contexts`` is not an integer of at least 0.
 
     Examples:
         >>> import asyncio
@@ -74,6 +75,7 @@ async def next_bytes_logprob(
             f"next_bytes must be bytes; got {next_bytes!r:.80}: encode a str first, for instance "
             "with .encode()"
         )
+    integer("max_contexts", max_contexts, least=0)
     start = await BytePrefix.after(lm, token_ids, lora_name, trie=trie, min_share=0.0)
     start.check_contexts(next_bytes, max_contexts)
     return (await start.extend(next_bytes)).logprob

@@ -354,7 +354,7 @@ class TokenCharacterTrie:
 
         Raises:
             InvalidInputError: ``ws`` has another shape.
-            InvalidOptionError: ``max_nodes`` is less than 1.
+            InvalidOptionError: ``max_nodes`` is not an integer of at least 1.
 
         Examples:
             >>> trie = TokenCharacterTrie([b"a", b"ab"])
