@@ -32,7 +32,7 @@ BAD_CONTEXTS = [
     ({1: 2}, "the context is a dict; give a sequence"),
     ([10**5000], "an integer of 16610 bits at position 0 of the context is out of range"),
     (7, "the context must be a sequence of token ids; got 7"),
-    (torch.tensor(3), "the context must be 1-dimensional; it is 0-dimensional"),
+    (torch.tensor(3), "it is 0-dimensional; give [x] for one id"),
     ({"input_ids": [1]}, "the context is a dict; give its 'input_ids'"),
     (torch.tensor([1, 2]).to_sparse(), "the context cannot be read as a list; give integers"),
     (torch.empty(2, dtype=torch.long, device="meta"), "the context cannot be read as a list"),
@@ -192,6 +192,7 @@ def test_a_batch_of_the_greatest_length(mock, monkeypatch):
     ("contexts", "message"),
     [
         ([1, 2, 3], "a list of contexts must be given, each a list of token ids; .* is 1"),
+        (torch.tensor([7, 8]), r"a list of contexts .* element is tensor\(7\); for one context"),
         ("text", "a list of contexts must be given; got a str"),
         ({"input_ids": [[1]]}, "a list of contexts must be given; got a dict"),
         (7, "a list of contexts must be given; got 7"),

@@ -262,7 +262,7 @@ def contexts_of(contexts: Any) -> list[Any]:
         ) from error
     if len(given) > MOST_CONTEXTS:
         raise InvalidQueryError(f"a batch may have at most {MOST_CONTEXTS} contexts; ask for fewer")
-    if given and isinstance(given[0], int):
+    if given and (isinstance(given[0], int) or getattr(given[0], "ndim", 1) == 0):
         raise InvalidQueryError(
             f"a list of contexts must be given, each a list of token ids; its first element is "
             f"{safe_repr(given[0])}; for one context give [context], or call the method for one"
@@ -330,9 +330,10 @@ def _refuse_unreadable(what: str, token_ids: Any) -> None:
         )
     dimensions = getattr(token_ids, "ndim", 1)
     if dimensions != 1:
-        remedy = "; give x[0] for its first row" if dimensions == 2 else ""
+        ways = {0: "; give [x] for one id", 2: "; give x[0] for its first row"}
         raise InvalidQueryError(
-            f"the {what} must be 1-dimensional; it is {dimensions}-dimensional{remedy}"
+            f"the {what} must be 1-dimensional; it is {dimensions}-dimensional"
+            f"{ways.get(dimensions, '')}"
         )
     if isinstance(token_ids, Set | Mapping):
         remedy = (
