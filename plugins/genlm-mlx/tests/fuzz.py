@@ -135,12 +135,15 @@ def program(
         engine = load(str(reference.folder), options)
         engine._runner.model = watched = Watched(engine.model)
         kept, settings = engine.store, None
-        if isinstance(kept, Store):
+        kind: Any = type(kept)
+        if any(hasattr(layer, "max_size") for layer in engine._runner.empty_cache()):
+            kind = source.choice([Store, Blocks])  # both can hold windows
+        if kind is Store:
             settings = source.choice(WORTHS)
-        elif isinstance(kept, Blocks):
-            settings = source.choice([kept._ragged, False])
+        elif kind is Blocks:
+            settings = source.choice([getattr(kept, "_ragged", True), False])
         if settings is not None:
-            engine.store = type(kept)(engine._runner, options["kv_cache_bytes"], settings)
+            engine.store = kind(engine._runner, options["kv_cache_bytes"], settings)
         try:
             yield OnMlx(
                 engine=engine,

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import gc
+import random
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models import gpt_oss
 from structlog.testing import capture_logs
 
 from genlm.core import Query
 from genlm.kit.kv import Blank, Command
+from genlm.mlx.adapters import Adapters
 from genlm.mlx.blocks import Blocks
 from genlm.mlx.engine import ROWS, TOGETHER
 from genlm.mlx.loading import load
+from genlm.mlx.probe import store_of
+from genlm.mlx.runner import Runner
 from genlm.mlx.store import Store
 from genlm.mlx.table import Table
 
-from .watched import Folders, Tried, Watched, engine_of, keys_of, tokens_of
+from .watched import Folders, Tried, Watched, _rows, engine_of, keys_of, tokens_of
+
+#: Windows in every other layer, and a sink in each.
+GPT_OSS = {
+    **{"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 256},
+    **{"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "sliding_window": 12},
+}
 
 
-@pytest.fixture
-def llama(folders: Folders) -> Tried:
-    return Tried(folders("llama"), Store)
+@pytest.fixture(params=["llama", "gemma3"])
+def shared(folders: Folders, request: pytest.FixtureRequest) -> Tried:
+    return Tried(folders(request.param), Store)
 
 
 @pytest.fixture(params=[Blocks, Store])
@@ -33,15 +45,34 @@ def either(folders: Folders, request: pytest.FixtureRequest) -> Tried:
 @pytest.mark.parametrize(
     ("families", "kind"),
     [
-        (["llama", "gpt2", "mistral", "qwen2", "phi"], Store),
-        (["gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"], Blocks),
+        (["llama", "gpt2", "gemma3", "mistral", "qwen2", "phi"], Store),
+        (["gemma2", "mamba", "lfm2", "falcon_h1"], Blocks),
     ],
 )
-def test_plain_attention_shares_and_other_families_do_not(
+def test_attention_shares_also_with_windows_and_other_families_do_not(
     folders: Folders, families: list[str], kind: type
 ) -> None:
     for family in families:
         assert type(engine_of(folders(family)).store) is kind, family
+
+
+def test_sinks_and_windows_are_those_of_rows_computed_alone() -> None:
+    """mlx-lm cannot load a small gpt-oss as transformers writes it."""
+    mx.random.seed(0)
+    model = gpt_oss.Model(gpt_oss.ModelArgs(**GPT_OSS))
+    model.update(tree_map(lambda one: mx.random.normal(one.shape) * 0.3, model.parameters()))
+    runner = Runner(model, Adapters(model), 2048)
+    store = store_of(runner, None)
+    assert isinstance(store, Store)
+    source, contexts = random.Random(0), [tokens_of(length, length) for length in range(1, 90, 9)]
+    for _ in range(12):
+        rows = _rows(store.logits([Query(one) for one in contexts]))
+        alone = _rows(mx.concatenate([runner.cold((0, *one)) for one in contexts]))
+        assert mx.abs(rows - alone).max().item() < 5e-4
+        begun = [source.choice(contexts) for _ in contexts]
+        contexts = [
+            (*one, at, *tokens_of(source.choice([0, 0, 7]), at)) for at, one in enumerate(begun)
+        ]
 
 
 def test_a_step_costs_one_token_per_context_and_a_newcomer_its_own(either: Tried) -> None:
@@ -66,9 +97,9 @@ def test_all_that_a_text_begins_with_costs_as_much_as_the_text(
     assert sum(llama.ask(*[(*prefix, 7) for prefix in prefixes[:250:50]])) == 5
 
 
-def test_drafts_cost_their_tokens(llama: Tried) -> None:
+def test_drafts_cost_their_tokens(shared: Tried) -> None:
     particles = keys_of(4, 20)
-    llama.ask(*particles)
+    shared.ask(*particles)
     for step in range(3):
         drafts = [tokens_of(4, seed=10 * step + at) for at in range(4)]
         places = [
@@ -77,16 +108,16 @@ def test_drafts_cost_their_tokens(llama: Tried) -> None:
             for length in range(5)
             if step or length
         ]
-        assert llama.ask(*places) == [4 * (4 + bool(step))]
+        assert shared.ask(*places) == [4 * (4 + bool(step))]
         particles = [
             (*particle, *draft[:at], 9)
             for at, (particle, draft) in enumerate(zip(particles, drafts, strict=True))
         ]
 
 
-def test_few_rows_of_a_long_text(llama: Tried) -> None:
+def test_few_rows_of_a_long_text(shared: Tried) -> None:
     (text,) = keys_of(1, 500)
-    assert sum(llama.ask(text, text[:401], text[:403], text[:31])) == 500
+    assert sum(shared.ask(text, text[:401], text[:403], text[:31])) == 500
 
 
 def test_forks_continue_from_their_parent_and_the_others_stay_known(either: Tried) -> None:
@@ -126,7 +157,7 @@ def test_a_lone_context_takes_the_place_of_no_group(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba"])
 def test_pinned_contexts_take_no_room_of_others(folders: Folders, family: str) -> None:
-    kind = Store if family == "llama" else Blocks
+    kind = Store if family == "llama" else Blocks  # which hold windows, too
     groups, pinned = [keys_of(2, 20, seed) for seed in (1, 2)], keys_of(12, 60)
     sized = Tried(folders(family), kind)
     sized.ask(*keys_of(2, 60))
@@ -151,12 +182,12 @@ def test_rows_are_right_and_bytes_bounded_under_any_budget(folders: Folders, kin
             keys = [(*keys[token], 99), *[(*key, token) for key in keys[:-1]]]
 
 
-def test_what_is_known_costs_its_last_token(llama: Tried) -> None:
+def test_what_is_known_costs_its_last_token(shared: Tried) -> None:
     keys = keys_of(4, 20)
-    llama.ask(*keys)
-    assert llama.ask(*reversed(keys[1:])) == [3]
-    assert llama.ask(keys[0][:11], (*keys[0], 7), keys[0]) == [3]
-    assert llama.ask((*keys[0], 7, 8)) == [1]
+    shared.ask(*keys)
+    assert shared.ask(*reversed(keys[1:])) == [3]
+    assert shared.ask(keys[0][:11], (*keys[0], 7), keys[0]) == [3]
+    assert shared.ask((*keys[0], 7, 8)) == [1]
 
 
 def test_contexts_that_wait_for_one_of_their_batch_take_the_place_of_no_other(
@@ -169,12 +200,12 @@ def test_contexts_that_wait_for_one_of_their_batch_take_the_place_of_no_other(
     assert tried.ask(*[(*key, 7) for key in keys]) == [7]
 
 
-def test_some_rows_of_many_go_on(llama: Tried) -> None:
+def test_some_rows_of_many_go_on(shared: Tried) -> None:
     """Also those that lie far apart in the table."""
     keys = keys_of(20, 20)
-    llama.ask(*keys)
+    shared.ask(*keys)
     for few in (keys[3:9:2], [keys[1], keys[18]], keys[::-2]):
-        assert llama.ask(*[(*key, 1) for key in few]) == [len(few)]
+        assert shared.ask(*[(*key, 1) for key in few]) == [len(few)]
 
 
 @pytest.mark.parametrize(
@@ -196,34 +227,34 @@ def test_contexts_of_one_prompt_share_its_prefill(
 
 
 def test_a_row_far_behind_a_prompt_takes_several_forward_passes(
-    llama: Tried, monkeypatch: pytest.MonkeyPatch
+    shared: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So far that a pass has fewer tokens than the row lacks."""
     monkeypatch.setattr("genlm.mlx.store.MOST_PRODUCTS", 1 << 12)
     monkeypatch.setattr("genlm.mlx.store.LEAST_FED", 16)
     (prompt,), (tail,) = keys_of(1, 200), keys_of(1, 40, seed=1)
-    llama.pin(prompt)
-    forwards = llama.ask((*prompt, *tail[1:]), (*prompt, 5))
+    shared.pin(prompt)
+    forwards = shared.ask((*prompt, *tail[1:]), (*prompt, 5))
     assert len(forwards) > 2
     assert sum(forwards) == 41
 
 
-def test_prompts_with_a_common_beginning_and_contexts_without(llama: Tried) -> None:
+def test_prompts_with_a_common_beginning_and_contexts_without(shared: Tried) -> None:
     (system,), users = keys_of(1, 120), keys_of(3, 100, seed=1)
     prompts = [(*system, *user[1:]) for user in users]
     contexts = [(*prompt, token) for prompt in prompts for token in range(8)]
     contexts += [(*system, 5, 6), *keys_of(3, 30, seed=2)]
-    assert sum(llama.ask(*contexts)) == 120 + 3 * 100 + 24 + 2 + 90
-    assert llama.ask(*[(*key, 1) for key in contexts]) == [28]
-    llama.ask((*system[:70], 3), (*system[:10], 4))
+    assert sum(shared.ask(*contexts)) == 120 + 3 * 100 + 24 + 2 + 90
+    assert shared.ask(*[(*key, 1) for key in contexts]) == [28]
+    shared.ask((*system[:70], 3), (*system[:10], 4))
 
 
-def test_a_trunk_made_of_a_row_keeps_no_more_than_itself(llama: Tried) -> None:
+def test_a_trunk_made_of_a_row_keeps_no_more_than_itself(shared: Tried) -> None:
     keys = keys_of(40, 100)
-    llama.compute(keys)
-    llama.compute([(*keys[3], token) for token in range(20)])
-    more = mx.get_active_memory() - llama.kept.nbytes
-    llama.kept.clear()
+    shared.compute(keys)
+    shared.compute([(*keys[3], token) for token in range(20)])
+    more = mx.get_active_memory() - shared.kept.nbytes
+    shared.kept.clear()
     assert more - mx.get_active_memory() < 100_000
 
 
@@ -243,7 +274,7 @@ def test_a_failed_forward_pass_leaves_the_rest_sound(either: Tried) -> None:
 
 
 def test_state_that_cannot_be_made_sound_is_dropped_and_logged(
-    llama: Tried, monkeypatch: pytest.MonkeyPatch
+    shared: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     carry_out = Table.do
 
@@ -253,17 +284,17 @@ def test_state_that_cannot_be_made_sound_is_dropped_and_logged(
         carry_out(table, command)
 
     keys = keys_of(6, 20)
-    llama.ask(*keys)
-    llama.pin(keys[0])
-    llama.model.failing = True
+    shared.ask(*keys)
+    shared.pin(keys[0])
+    shared.model.failing = True
     with monkeypatch.context() as patch, capture_logs() as events:
         patch.setattr(Table, "do", refuse)
         with pytest.raises(RuntimeError, match="failed"):
-            llama.compute([(*key, 1) for key in keys])
-    llama.model.failing = False
+            shared.compute([(*key, 1) for key in keys])
+    shared.model.failing = False
     lost = {"rows": 6, "pinned": 1, "reason": "RuntimeError: out of memory"}
     assert {"event": "kv.lost", "log_level": "warning", **lost} in events
-    assert llama.ask(*keys) == [6 * 19, 6]
+    assert shared.ask(*keys) == [6 * 19, 6]
 
 
 def test_a_score_is_one_pass_over_what_is_new(folders: Folders) -> None:
@@ -325,7 +356,7 @@ def test_candidates_that_begin_alike_cost_their_tree(
                 assert abs(score[at] - row[tokens[at]]) < 1e-3
 
 
-@pytest.mark.parametrize("family", ["llama", "mamba"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mamba"])
 @pytest.mark.parametrize("size", [3, TOGETHER + 1])
 def test_scores_have_mass_on_the_first_tokens_only(
     folders: Folders, family: str, size: int

@@ -62,6 +62,12 @@ class Partial:
             mine[tokens] = more
         return self
 
+    def sunk(self, sinks: mx.array | None) -> Partial:
+        """With a logit for each head to which no value belongs."""
+        if sinks is None:
+            return self
+        return self._with(Partial(mx.array(0.0), mx.array(1.0), sinks[:, None].astype(mx.float32)))
+
     def _with(self, other: Partial) -> Partial:
         largest = mx.maximum(self.largest, other.largest)
         mine, others = mx.exp(self.largest - largest), mx.exp(other.largest - largest)
@@ -77,8 +83,8 @@ class Partial:
 
 
 def hook(model: Any) -> None:
-    """Let the model's attention take keys with their own ``attend(queries, scale)``. All other
-    calls are unchanged."""
+    """Let the model's attention take keys with their own ``attend(queries, scale, sinks)``. All
+    other calls are unchanged."""
     for _, module in model.named_modules():
         source = sys.modules.get(type(module).__module__)
         if source is not None and hasattr(source, NAME):
@@ -91,11 +97,20 @@ def _hook(source: ModuleType) -> None:
         return
 
     @functools.wraps(plain)
-    def attention(queries: mx.array, keys: Any, values: Any, *args: Any, **others: Any) -> mx.array:
+    def attention(
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
         if not hasattr(keys, "attend"):
-            return plain(queries, keys, values, *args, **others)
-        if values is not keys or args or others.get("sinks") is not None:
-            raise NotImplementedError("this attention needs more than keys and values")
-        return keys.attend(queries, others["scale"])
+            more = {} if sinks is None else {"sinks": sinks}
+            return plain(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
+        if values is not keys:
+            raise NotImplementedError("this attention changes keys or values")
+        return keys.attend(queries, scale, sinks)
 
     setattr(source, NAME, attention)

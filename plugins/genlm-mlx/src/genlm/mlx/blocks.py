@@ -1,5 +1,6 @@
-"""Blocks of key/value rows, for caches that the planner's table cannot hold: recurrent states and
-windows that wrap. Shared prefixes are computed once, and known ones are not computed again."""
+"""Blocks of key/value rows, for caches that the planner's table cannot hold: recurrent states, and
+attention that mlx-lm computes in another way. Shared prefixes are computed once, and known ones are
+not computed again."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ class Part:
     places: mx.array | None = None
     _masks: dict[tuple[int | None, int], mx.array | None] = field(factory=dict, init=False)
 
-    def is_within(self, window: int | None) -> bool:
-        """Whether any token attends to any column."""
-        return window is None or bool(self.last.min() - self.columns + 1 < window)
+    def first(self, window: int | None) -> int:
+        """The first column that any token attends to."""
+        return 0 if window is None else max(0, int(self.last.min()) - window + 1)
 
     def state(self, table: LayerState, layer: int) -> LayerState:
         """The keys and values of the table, or of the trunk."""
@@ -51,14 +51,20 @@ class Part:
         return state
 
     def attend(
-        self, queries: mx.array, table: LayerState, layer: int, scale: float, window: int | None
+        self,
+        queries: mx.array,
+        table: LayerState,
+        layer: int,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
     ) -> mx.array:
         """Attention of ``[tokens, heads, 1, dim]`` queries to this part alone."""
         _, heads, _, dim = queries.shape
         queries = self._placed(queries).reshape(-1, self.last.shape[1], heads, dim)
-        keys, values = self._read(table, layer)
+        keys, values = self._read(table, layer, window)
         found = mx.fast.scaled_dot_product_attention(
-            queries.swapaxes(1, 2), keys, values, scale=scale, mask=self._mask(window)
+            queries.swapaxes(1, 2), keys, values, scale=scale, mask=self._mask(window), sinks=sinks
         )
         return self._taken(found.swapaxes(1, 2).reshape(-1, heads, 1, found.shape[-1]))
 
@@ -66,7 +72,7 @@ class Part:
         self, queries: mx.array, table: LayerState, layer: int, window: int | None
     ) -> Partial:
         """The same with scaled queries, to be merged: ``[tokens, heads, dim]``."""
-        keys, values = self._read(table, layer)
+        keys, values = self._read(table, layer, window)
         _, heads, dim = queries.shape
         kv_heads, width = keys.shape[1], self.last.shape[1]
         repeats = heads // kv_heads
@@ -81,9 +87,10 @@ class Part:
             )
         )
 
-    def _read(self, table: LayerState, layer: int) -> LayerState:
+    def _read(self, table: LayerState, layer: int, window: int | None) -> LayerState:
         keys, values = self.state(table, layer)
-        return keys[:, :, : self.columns][self.rows], values[:, :, : self.columns][self.rows]
+        some = slice(self.first(window), self.columns)
+        return keys[:, :, some][self.rows], values[:, :, some][self.rows]
 
     def _placed(self, tokens: mx.array) -> mx.array:
         return tokens if self.tokens is None else tokens[self.tokens]
@@ -97,7 +104,8 @@ class Part:
         if not repeats and len(self.last) == 1 and (window is None or window >= self.columns):
             return "causal"  # its last token is in the last column
         if (window, repeats) not in self._masks:
-            column, last = np.arange(self.columns), self.last[:, None, :, None]
+            column = np.arange(self.first(window), self.columns)
+            last = self.last[:, None, :, None]
             seen = column <= last
             if window is not None:
                 seen &= column > last - window
@@ -157,7 +165,7 @@ class Group:
             lines, rows = np.arange(len(slots)), mx.array(slots, mx.int32)
         size = (int(lines[-1]) + 1) * width
         places = lines[owner] * width + nth
-        tokens, last = np.zeros((2, size), np.int32)
+        tokens, last = np.zeros(size, np.int32), np.full(size, columns - 1)
         tokens[places], last[places] = np.arange(len(owner)), column
         full = size == len(owner)
         own = Part(
@@ -182,18 +190,24 @@ class Group:
             state[rows, :, columns] = mine
 
     def attend(
-        self, queries: mx.array, table: LayerState, layer: int, scale: float, window: int | None
+        self,
+        queries: mx.array,
+        table: LayerState,
+        layer: int,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
     ) -> mx.array:
         """Attention of the group's out of all queries, ``[tokens, heads, 1, dim]``."""
         queries = queries[self.tokens]
-        below = [part for part in self.below if part.is_within(window)]
+        below = [part for part in self.below if part.first(window) < part.columns]
         if not below:
-            return self.own.attend(queries, table, layer, scale, window)
+            return self.own.attend(queries, table, layer, scale, window, sinks)
         queries = queries[:, :, 0] * scale
         found = self.own.partial(queries, table, layer, window)
         for part in below:
             found = found.merged(part.partial(queries, table, layer, window), part.tokens)
-        return found.output[:, :, None].astype(queries.dtype)
+        return found.sunk(sinks).output[:, :, None].astype(queries.dtype)
 
 
 def below_of(chunks: Sequence[Chunk], owner: np.ndarray, positions: np.ndarray) -> list[Part]:

@@ -62,9 +62,15 @@ class Layout:
             group.write(state, layer, new)
 
     def attend(
-        self, queries: mx.array, state: LayerState, layer: int, scale: float, window: int | None
+        self,
+        queries: mx.array,
+        state: LayerState,
+        layer: int,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
     ) -> mx.array:
         """Attention of ``[tokens, heads, 1, dim]`` queries, to a window or to all earlier
-        positions."""
-        found = [group.attend(queries, state, layer, scale, window) for group in self._groups]
+        positions, and to a sink for each head."""
+        found = [g.attend(queries, state, layer, scale, window, sinks) for g in self._groups]
         return found[0] if len(found) == 1 else mx.concatenate(found)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 import mlx.core as mx
 from genlm.core import Query
@@ -61,7 +61,7 @@ def _batches(runner: Runner, rows: int, ragged: bool) -> bool:
 
 def _shares(runner: Runner) -> bool:
     """Whether attention over keys in several places agrees with the model's."""
-    if not all(type(layer) is KVCache for layer in runner.empty_cache()):
+    if not all(type(layer) in (KVCache, RotatingKVCache) for layer in runner.empty_cache()):
         return False
     hook(runner.model)
     few, more = BATCHES

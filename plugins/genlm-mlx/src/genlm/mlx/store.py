@@ -1,10 +1,11 @@
-"""The store: contexts with plain attention, computed where the core's planner places them."""
+"""The store: contexts of models with attention alone, computed where the planner places them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+from mlx_lm.models.cache import RotatingKVCache
 
 import mlx.core as mx
 from genlm.core import Query
@@ -91,7 +92,9 @@ class Store:
         if found is not None and known:
             tree.touch(found)
             for layer, (keys, values) in zip(cache, self._table.read(found, known), strict=True):
-                layer.state = keys, values, known
+                rotates = isinstance(layer, RotatingKVCache)  # it may hold more than its window
+                more = (layer.keep, layer.max_size, known) if rotates else ()
+                layer.state = keys, values, known, *more
         return cache, known
 
     def pin(self, query: Query) -> None:

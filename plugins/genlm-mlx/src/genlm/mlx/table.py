@@ -64,8 +64,8 @@ class TableLayer:
         self._table.layout.write(self.state, self.index, (keys, values))
         return self, self
 
-    def attend(self, queries: mx.array, scale: float) -> mx.array:
-        return self._table.layout.attend(queries, self.state, self.index, scale, self.window)
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        return self._table.layout.attend(queries, self.state, self.index, scale, self.window, sinks)
 
 
 class Table:
@@ -94,7 +94,7 @@ class Table:
         self.layers = [
             TableLayer(self, index, window, layer.keys[:0, :, :0], layer.values[:0, :, :0])
             for index, (layer, window) in enumerate(
-                zip(cache, windows_of(runner.model), strict=True)
+                zip(cache, windows_of(runner.model, cache), strict=True)
             )
         ]
         self.evaluate()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -69,9 +69,12 @@ def repair(model: Any, settings: Any) -> int | None:
     return None
 
 
-def windows_of(model: Any) -> list[int | None]:
-    """The window of every layer that was repaired."""
-    return [getattr(_windowed(layer), "window", None) for layer in model.layers]
+def windows_of(model: Any, caches: Sequence[Any]) -> list[int | None]:
+    """The window of every layer: that of its attention where it was repaired, else its cache's."""
+    return [
+        getattr(_windowed(layer), "window", getattr(cache, "max_size", None))
+        for layer, cache in zip(model.layers, caches, strict=True)
+    ]
 
 
 @contextmanager
