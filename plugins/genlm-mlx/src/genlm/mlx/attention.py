@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,9 @@ import mlx.core as mx
 
 #: The name by which mlx-lm's model files call attention.
 NAME = "scaled_dot_product_attention"
+
+#: What attention may be given besides queries, keys and values.
+UNDERSTOOD = {"cache", "scale", "mask", "sinks"}
 
 
 @frozen(eq=False)
@@ -96,21 +100,15 @@ def _hook(source: ModuleType) -> None:
     if hasattr(plain, "__wrapped__"):
         return
 
+    names = [*signature(plain).parameters][3:]
+
     @functools.wraps(plain)
-    def attention(
-        queries: mx.array,
-        keys: Any,
-        values: Any,
-        cache: Any,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
+    def attention(queries: mx.array, keys: Any, values: Any, *args: Any, **others: Any) -> mx.array:
         if not hasattr(keys, "attend"):
-            more = {} if sinks is None else {"sinks": sinks}
-            return plain(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
-        if values is not keys:
-            raise NotImplementedError("this attention changes keys or values")
-        return keys.attend(queries, scale, sinks)
+            return plain(queries, keys, values, *args, **others)
+        given = {**dict(zip(names, args, strict=False)), **others}
+        if values is not keys or not {"scale"} <= set(given) <= UNDERSTOOD:
+            raise NotImplementedError("this attention needs more than keys and values")
+        return keys.attend(queries, given["scale"], given.get("sinks"))
 
     setattr(source, NAME, attention)
