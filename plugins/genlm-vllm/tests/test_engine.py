@@ -288,33 +288,54 @@ def test_scores_read_no_state_that_vllm_leaves_out_of_them(engine):
 
 
 @pytest.mark.parametrize(
-    ("length", "mode", "known", "worth"),
+    ("length", "scored", "mode", "forks", "worth"),
     [
-        (40, "raw_logprobs", False, True),
-        (40, "raw_logits", False, False),  # the engine was told to give logits
-        (200, "raw_logprobs", False, False),  # rows find the key/value state of a long context
-        (40, "raw_logprobs", True, False),  # and of a known one
-        (8, "raw_logprobs", True, True),
+        (200, 8, "raw_logprobs", True, True),
+        (200, 8, "raw_logits", True, False),  # the engine was told to give logits
+        (31, 2, "raw_logprobs", False, True),
+        (32, 2, "raw_logprobs", False, False),  # rows find the key/value state of a long context
+        (15, 1, "raw_logprobs", False, False),
     ],
 )
-def test_a_long_continuation_of_a_short_context_is_scored_by_vllm(length, mode, known, worth):
-    core = SimpleNamespace(block_size=32, logprobs_mode=mode, forks=True, device_type="cpu")
-    request = ScoreRequest(Query(text(0, length)), (3, 4, 5))
-    assert worth_scoring(request, core, known) is worth
-    for setting in ({"forks": False}, {"device_type": "cuda"}):
-        other = SimpleNamespace(**vars(core) | setting)
-        assert worth_scoring(request, other, True) is worth_scoring(request, other, False)
+def test_what_vllm_scores(length, scored, mode, forks, worth):
+    core = SimpleNamespace(block_size=32, logprobs_mode=mode, forks=forks)
+    request = ScoreRequest(Query(text(0, length)), text(1, scored))
+    assert worth_scoring([request], core) == [request] * worth
 
 
-def test_scores_whose_context_is_computed_anyhow_are_left_to_rows(engine):
-    """One that several have, or a session."""
-    prompt = Query(text(0, 40))
-    labels = [ScoreRequest(prompt, text(seed, 3)) for seed in (1, 2, 3)]
-    assert engine.score([prompt] * 3, [each.continuation for each in labels]) == [None] * 3
-    (alone,) = engine.ask(labels[0])
-    assert alone is not None
-    engine.ask(prompt)
-    assert engine.ask(labels[1]) == [None]
+def assert_scores(engine, scores, asked):
+    """Against the entries of cold rows."""
+    for given, (context, continuation) in zip(scores, asked, strict=True):
+        for at, (score, token) in enumerate(zip(given, continuation, strict=True)):
+            (row,) = engine.ask(Query(context + continuation[:at], cold=True))
+            assert float(score) == pytest.approx(float(row[token]), abs=ATOL)
+
+
+@pytest.mark.parametrize("length", [20, 32, 33, 90])
+@pytest.mark.parametrize("is_live", [False, True])
+def test_scores_compute_what_they_score(engine, length, is_live):
+    """The context once, whatever it is; and the last token of it, which gives the first score, for
+    each: also where others have what is scored."""
+    context = text(0, length)
+    if is_live:
+        engine.ask(Query(context))
+    asked = [(context, text(seed, 40)) for seed in (1, 2, 3)] + [(context, text(1, 35))]
+    with engine.computed_tokens() as counts:
+        scores = engine.score([Query(each) for each, _ in asked], [each for _, each in asked])
+    assert sum(counts) == 155 + (0 if is_live else length - 1)
+    assert_scores(engine, scores, asked)
+
+
+def test_a_scored_text_is_live(engine):
+    whole = text(0, 100)
+    engine.score([Query(whole[:60])], [whole[60:]])
+    changed = (*whole[:80], 5, *whole[81:])
+    with engine.computed_tokens() as counts:
+        scores = engine.score([Query(changed[:80])], [changed[80:]])
+    assert counts == [20]
+    assert_scores(engine, scores, [(changed[:80], changed[80:])])
+    assert engine.computes(whole) == [1]
+    assert engine.computes((*whole, 5)) == [1]
 
 
 # --- two models, and other options ----------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,13 +13,13 @@ from genlm.core.checks import describe_error
 from genlm.core.errors import EngineDeadError, EngineError, InvalidOptionError, UnsupportedError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.logs import get_logger
-from genlm.core.types import Answer, Query, Request, SampleRequest, ScoreRequest
+from genlm.core.types import Answer, Query, Request, SampleRequest, ScoreRequest, query_of
 from genlm.kit.memory import lower
 from genlm.vllm.in_flight import RequestsInFlight
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.request import VllmRequest
 from genlm.vllm.rows import Rows
-from genlm.vllm.sampling import draw_params, drawn_ids, row_params, vllm_draws
+from genlm.vllm.sampling import draw_params, drawn_ids, row_params, score_params, vllm_draws
 from genlm.vllm.scoring import scored, scores, worth_scoring
 from genlm.vllm.sessions import Sessions
 
@@ -79,54 +78,53 @@ class VllmEngine:
     def _receive(self, requests: Sequence[Request]) -> list[Answer]:
         """Hand new requests to vLLM; those that it cannot serve are answered with ``None``."""
         declined = []
-        known = self._known([each.query for each in requests if isinstance(each, ScoreRequest)])
+        scores = {
+            *self._worth_scoring([each for each in requests if isinstance(each, ScoreRequest)])
+        }
         for request in requests:
-            if self._is_native(request, known):
+            if self._is_native(request, scores):
                 self._launch(self._prepared(request))
             else:
                 declined.append(Answer(request, None))
         return declined
 
-    def _known(self, scored: Sequence[Query]) -> set[Query]:
-        """Contexts that are computed anyhow: sessions, and what several scores have."""
-        times = Counter(scored)
-        return {query for query in times if times[query] > 1 or self._sessions.has(query)}
+    def _worth_scoring(self, scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
+        return worth_scoring(scores, self._core)
 
-    def _is_native(self, request: Request, known: Container[Query]) -> bool:
-        """Whether vLLM answers this itself, exactly and at less cost than rows.
-
-        Args:
-            request: What is asked.
-            known: The contexts of scores that are computed anyhow.
-        """
+    def _is_native(self, request: Request, scores: Container[ScoreRequest]) -> bool:
+        """Whether vLLM answers this itself, exactly and at less cost than rows; of scores it does
+        these."""
         match request:
             case SampleRequest():
                 return vllm_draws(request, self._core)
             case ScoreRequest():
-                return worth_scoring(request, self._core, request.query in known)
+                return request in scores
         return True
 
     def _prepared(self, request: Request) -> VllmRequest:
-        drawn, resumable = 1, False
+        drawn, resumable, prompt = 1, self.live, query_of(request)
+        reads = 0 if prompt.cold else prompt.length - 1
         match request:
-            case SampleRequest(prompt, params):
-                drawn = params.max_tokens
+            case SampleRequest(_, params):
+                drawn, resumable = params.max_tokens, False
             case ScoreRequest():
-                prompt = scored(request)
-            case Query():
-                prompt, resumable = request, self.live and not request.cold
+                prompt, reads = scored(request), reads if self._core.forks else 0
+        resumable &= not prompt.cold
         tokens = self._core.footprint(prompt.length + drawn - 1)
-        return VllmRequest(request, prompt, f"genlm-{next(self._numbers)}", tokens, resumable)
+        number = f"genlm-{next(self._numbers)}"
+        return VllmRequest(request, prompt, number, tokens, reads, resumable)
 
     def _launch(self, request: VllmRequest, *, pinned: bool = False) -> None:
         """Let vLLM work on a request: continue a live session, or start a new one."""
-        prompt = request.prompt
-        session = self._sessions.take(prompt) if request.resumable and not pinned else None
+        prompt, extends = request.prompt, isinstance(request.request, Query) and not pinned
+        session = self._sessions.take(prompt) if request.resumable and extends else None
         if session is None:
             request.params = self._params(request)
             # A cold query has its own cache salt, so that vLLM finds no key/value state for it.
             salt = f"cold-{request.request_id}" if prompt.cold else None
             self._in_flight.launch(request, salt, pinned=pinned)
+            if isinstance(request.request, ScoreRequest):
+                request.params = row_params(request.request_id)  # what extends it asks no scores
         else:
             self._in_flight.extend(request, session)
 
@@ -134,9 +132,8 @@ class VllmEngine:
         match request.request:
             case SampleRequest(_, params):
                 return draw_params(params, len(self.tokenizer))
-            case ScoreRequest(_, continuation):
-                # For one token the row is enough.
-                return row_params(request.request_id, scores=len(continuation) > 1)
+            case ScoreRequest():
+                return score_params(request.request_id, request.reads)
         return row_params(request.request_id)
 
     def _answers(self, over: Sequence[VllmRequest]) -> list[Answer]:

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from genlm.core.logs import get_logger
 from genlm.kit.newcomers import forward_worth
-from genlm.vllm.newcomers import Newcomers, is_text
+from genlm.vllm.newcomers import Newcomers, is_text, readable
 
 log = get_logger()
 
@@ -37,6 +37,7 @@ BLOCKS_NAMES = ("block_size", "req_to_blocks", "_has_partial_local_hit", "_apply
 REQUEST_NAMES = (
     "request_id", "all_token_ids", "num_tokens", "num_computed_tokens", "block_hashes",
     "lora_request", "cache_salt", "mm_features", "prompt_embeds", "skip_reading_prefix_cache",
+    "sampling_params",
 )  # fmt: skip
 SIGNATURES = (["request"], ["request", "max_cache_hit_length"])  # to 0.32; 0.33
 
@@ -104,11 +105,13 @@ class Forks:
         """
         limit = [] if max_cache_hit_length is None else [max_cache_hit_length]
         blocks, known, boundary = self._find(request, *limit)
+        if known > (most := readable(request)):
+            known = most // self._size * self._size
+            blocks = type(blocks)((blocks.blocks[0][: known // self._size],))
         # Copies are made before the forward pass, but vLLM enters blocks in its prefix cache when
         # it schedules them: a request admitted in this step may count tokens as computed that
         # another request computes in this step. So it is not a source yet.
         self._admitted.add(request.request_id)
-        # Prompts whose log-probabilities are wanted must be computed.
         if limit or request.skip_reading_prefix_cache or not is_text(request):
             return blocks, known, boundary
         source, shared = self._best_source(request, known)
@@ -123,8 +126,8 @@ class Forks:
         full = known // self._size
         if full not in self._sources:
             self._sources[full] = self._sources_behind(full)
-        # The last token must be computed. A whole block more would have been found.
-        ours = request.all_token_ids[known : min(request.num_tokens, known + self._size) - 1]
+        # A whole block more would have been found, or may not be taken over.
+        ours = request.all_token_ids[known : min(readable(request), known + self._size - 1)]
         sources = self._sources[full].get(_beginning(request, full), [])
         # In a sorted list, the sequences that share most with another are its neighbours.
         at = bisect.bisect(sources, (ours,))

@@ -49,10 +49,10 @@ class Held:
 
     def add(self, request: VllmRequest) -> None:
         """A request begins."""
-        there = (self._known.get(key) for key, _ in self._blocks(request, 0, all_full=False))
+        there = (self._known.get(key) for key, _ in self._blocks(request, 0, request.reads))
         shared = next((block for block in there if block is not None), None)
         self.tokens += request.tokens - (shared.end if shared else 0)
-        self._fill(request, shared, all_full=False)
+        self._fill(request, shared, request.prompt.length - 1)
 
     def complete(self, request: VllmRequest) -> None:
         """A request is computed, and stays."""
@@ -62,7 +62,7 @@ class Held:
         """A request goes on as a longer one, under the same id."""
         last = self._last[request.request_id]
         self.tokens += longer.tokens - request.tokens
-        self._fill(longer, last, all_full=True)
+        self._fill(longer, last, longer.prompt.length)
         if last is not None:
             last.users -= 1
 
@@ -84,9 +84,9 @@ class Held:
         self._known.clear()
         self._last.clear()
 
-    def _fill(self, request: VllmRequest, last: Block | None, *, all_full: bool) -> None:
-        """Give a request the full blocks after the last one that it has."""
-        filled = [*self._blocks(request, last.end if last else 0, all_full=all_full)]
+    def _fill(self, request: VllmRequest, last: Block | None, stop: int) -> None:
+        """Give a request the full blocks of its first tokens after the last one that it has."""
+        filled = [*self._blocks(request, last.end if last else 0, stop)]
         for key, end in reversed(filled):
             if last is not None:
                 last.users += 1
@@ -97,14 +97,12 @@ class Held:
         self._last[request.request_id] = last
 
     def _blocks(
-        self, request: VllmRequest, start: int, *, all_full: bool
+        self, request: VllmRequest, start: int, stop: int
     ) -> Iterator[tuple[Hashable, int]]:
-        """The keys and ends of a request's full blocks from a place on, the last first; without
-        ``all_full`` only those before its last token."""
-        if self._size is None or not request.shares_blocks:
+        """The keys and ends of a request's full blocks between two places, the last first."""
+        if self._size is None or not request.reads:
             return
         context = request.prompt.context
-        length = len(context) - (not all_full)
-        for end in range(length - length % self._size, start, -self._size):
+        for end in range(stop - stop % self._size, start, -self._size):
             context = context.first(end)  # of the one before: it has the fewest to leave out
             yield (request.prompt.adapter, end, context.hash_value), end

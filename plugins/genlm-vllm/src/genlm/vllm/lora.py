@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Container
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from genlm.core.errors import InvalidAdapterError, InvalidOptionError
 from genlm.core.hookspecs import hookimpl
-from genlm.core.types import Adapter, Query, Request, ScoreRequest
+from genlm.core.types import Adapter, ScoreRequest
 from genlm.kit.adapter_files import (
     WEIGHTS,
     AdapterFolder,
@@ -110,10 +110,10 @@ class LoraEngine(VllmEngine):
                     "was trained on, or save the adapter with save_embedding_layers=False"
                 )
 
-    def _is_native(self, request: Request, known: Container[Query]) -> bool:
+    def _worth_scoring(self, scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
         """Scores are made from rows: in vLLM (to 0.32), LoRA layers treat a prompt's logits as
         those of a batch's last positions."""
-        return not isinstance(request, ScoreRequest) and super()._is_native(request, known)
+        return []
 
 
 def _saved_weight(folder: Path, name: str) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from genlm.kit.newcomers import EACH, Leaders
 from genlm.kit.prefixes import key_of
+from genlm.vllm.capture import READS_KEY
 
 
 class Newcomers:
@@ -69,9 +70,16 @@ class Newcomers:
 
     def _is_fork(self, request: Any) -> bool:
         """Whether others have all but a few of its tokens: most requests are such."""
-        before = request.num_tokens - 1
+        before = readable(request)
         known = self._known(request, before)
         return known % self._size > 0 and before - known < EACH
+
+
+def readable(request: Any) -> int:
+    """How many of its first tokens a request need not compute, whatever others have."""
+    wishes = getattr(request.sampling_params, "extra_args", None) or {}
+    most: int = wishes.get(READS_KEY, request.num_tokens - 1)
+    return most
 
 
 def is_text(request: Any) -> bool:
@@ -96,5 +104,5 @@ def _shares(request: Any) -> bool:
 
 
 def _key(request: Any) -> bytes:
-    adapter = request.lora_request
-    return key_of(adapter.lora_int_id if adapter else 0, request.all_token_ids[:])
+    adapter, shared = request.lora_request, request.all_token_ids[: readable(request) + 1]
+    return key_of(adapter.lora_int_id if adapter else 0, shared)

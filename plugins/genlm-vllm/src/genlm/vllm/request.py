@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
-from genlm.core.types import Query, Request, SampleRequest, ScoreRequest
+from genlm.core.types import Query, Request, SampleRequest
 
 
 @frozen
@@ -19,9 +19,9 @@ class Output:
         token_ids: The tokens drawn in this step; empty while a prompt is still being computed.
         finished: Why vLLM ended the request (``"stop"``, ``"length"``, ``"error"``, ...); ``None``
             if it did not.
-        prompt_logprobs: ``[prompt - 1]`` float32, of every prompt token except the first, given
-            those before it; only for a request that wants them, in the step that completes its
-            prompt.
+        prompt_logprobs: ``[n]`` float32, of the prompt's last tokens given those before them: at
+            least of all behind the first that were computed for it; only for a request that wants
+            them, in the step that completes its prompt.
     """
 
     request_id: str
@@ -41,18 +41,20 @@ class VllmRequest:
         request_id: Its id in vLLM; its row is captured under it.
         tokens: The most tokens that it takes in the key/value cache, with those that it may still
             draw.
+        reads: How many of its first tokens vLLM may take over from others.
         resumable: Whether vLLM keeps it when it is finished, for more tokens.
         params: vLLM's sampling parameters.
         drawn: The tokens drawn so far.
         failure: Why vLLM ended it without drawing anything.
-        prompt_logprobs: Those of its prompt's tokens from the second on, if it wants them and its
-            prompt is computed.
+        prompt_logprobs: Those of its prompt's last tokens, if it wants them and its prompt is
+            computed.
     """
 
     request: Request
     prompt: Query
     request_id: str
     tokens: int
+    reads: int
     resumable: bool = False
     params: Any = field(init=False, default=None)
     drawn: list[int] = field(init=False, factory=list)
@@ -62,11 +64,6 @@ class VllmRequest:
     @property
     def wants_row(self) -> bool:
         return not isinstance(self.request, SampleRequest)
-
-    @property
-    def shares_blocks(self) -> bool:
-        """Whether vLLM looks for its beginning in the prefix cache."""
-        return not (self.prompt.cold or isinstance(self.request, ScoreRequest))
 
     @property
     def is_kept(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from genlm.core.types import SampleRequest, SamplingParams
-from genlm.vllm.capture import ROW_KEY, WIDTH_KEY
+from genlm.vllm.capture import READS_KEY, ROW_KEY, WIDTH_KEY
 from genlm.vllm.internals import EngineCore
 
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and treats the very lowest as 0
@@ -13,14 +13,20 @@ HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher ones
 SEEDS = 1 << 63
 
 
-def row_params(key: str, *, scores: bool = False) -> Any:
-    """One next-token row, captured under ``key``, and, if wanted, the log-probabilities of the
-    prompt's tokens.
+def row_params(key: str, **options: Any) -> Any:
+    """One next-token row, captured under ``key``.
 
     vLLM must also draw a token: the likeliest, which is the cheapest.
     """
-    logprobs = 0 if scores else None
-    return _params({ROW_KEY: key}, max_tokens=1, temperature=0.0, prompt_logprobs=logprobs)
+    return _params({ROW_KEY: key}, max_tokens=1, temperature=0.0, **options)
+
+
+def score_params(key: str, reads: int) -> Any:
+    """A row, and the log-probabilities of the prompt's tokens behind those that may be taken over
+    from others, of which there are so many."""
+    params = row_params(key, prompt_logprobs=0, skip_reading_prefix_cache=not reads)
+    params.extra_args[READS_KEY] = reads
+    return params
 
 
 def draw_params(params: SamplingParams, width: int) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from genlm.core.errors import EngineError
 from genlm.core.types import Query, ScoreRequest, TokenIds
+from genlm.kit.scores import worth_scoring as scores_worth_a_request
 from genlm.vllm.internals import EngineCore
-
-#: On a CPU, the row of a fork takes as long as so many tokens of a prompt more than a score's.
-A_ROW = 3
 
 
 def scored(request: ScoreRequest) -> Query:
@@ -24,32 +24,27 @@ def scores(
     """``[len(continuation)]`` float32, or the error if vLLM gave nothing to make them of.
 
     Args:
-        continuation: The tokens to score.
+        continuation: The tokens to score, of which there are several.
         row: ``[vocab_size]``, the row for the last of these tokens.
-        prompt_logprobs: Of the prompt's tokens from the second on; a continuation of one token
-            needs none.
+        prompt_logprobs: Of the prompt's last tokens.
     """
-    last = row[continuation[-1]].reshape(1)
-    if len(continuation) == 1:
-        return last
     if prompt_logprobs is None:
         return EngineError("vLLM gave no log-probabilities of the prompt; ask again")
+    last = row[continuation[-1]].reshape(1)
     return torch.cat([prompt_logprobs[1 - len(continuation) :].to(last), last])
 
 
-def worth_scoring(request: ScoreRequest, core: EngineCore, known: bool) -> bool:
-    """Whether this takes less than a row per token.
+def worth_scoring(scores: Sequence[ScoreRequest], core: EngineCore) -> list[ScoreRequest]:
+    """Those that take less than rows.
 
-    vLLM reads no key/value state for a prompt whose log-probabilities are wanted: it computes the
-    context again. Rows find all full blocks, and without forks each recomputes half a block on
-    average. With ``logprobs_mode`` the user may have asked for logits.
-
-    Args:
-        request: What is asked.
-        core: vLLM.
-        known: Whether the context is computed anyhow.
+    With forks, vLLM computes no more than the tokens that are scored. Without, it computes the
+    context again, of which rows find all full blocks: each recomputes half a block on average.
+    With ``logprobs_mode`` the user may have asked for logits.
     """
-    context, continuation = request.query.length, len(request.continuation)
-    by_rows = known and core.forks and core.device_type == "cpu"
-    row = A_ROW if by_rows else core.block_size // 2
-    return context < row * continuation and core.logprobs_mode.endswith("logprobs")
+    if not core.logprobs_mode.endswith("logprobs"):
+        return []
+    if core.forks:
+        return scores_worth_a_request(scores)
+    each_row = core.block_size // 2
+    long = [each for each in scores if len(each.continuation) > 1]
+    return [each for each in long if each.query.length < each_row * len(each.continuation)]

@@ -120,10 +120,6 @@ class Sessions:
     def is_pinned(self, query: Query) -> bool:
         return query in self._pinned
 
-    def has(self, query: Query) -> bool:
-        """Whether exactly this context is a session."""
-        return self.is_pinned(query) or (query.adapter, query.context.hash_value) in self._idle
-
     def trim(self, in_flight: int) -> list[VllmRequest]:
         """Take out the least recently used until the rest is within the limits and fits with the
         requests in flight, of which there are so many."""

@@ -1,0 +1,40 @@
+"""Which scores an engine gives by a request each, and which cost less as rows.
+
+For engines that compute the log-probabilities of a prompt's tokens, from a place on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from genlm.core.types import Query, ScoreRequest
+from genlm.kit.prefixes import common_length
+
+#: On a CPU, a row takes as long as so many tokens more.
+A_ROW = 3
+#: Fewer tokens are left to rows: these are found again by what is asked next, which would take
+#: another forward.
+FEW = 8
+
+
+def worth_scoring(scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
+    """Those of some that are asked together for which a request costs less than rows.
+
+    A request computes all that it scores, and has one row. Of candidates that begin alike the rows
+    are shared.
+    """
+    behind: dict[Query, list[ScoreRequest]] = {}
+    for each in scores:
+        if len(each.continuation) > 1:  # else the context's row has it
+            behind.setdefault(each.query, []).append(each)
+    worth = [each for group in behind.values() if _cost_less(group) for each in group]
+    return worth if sum(len(each.continuation) for each in worth) >= FEW else []
+
+
+def _cost_less(group: Sequence[ScoreRequest]) -> bool:
+    """Whether candidates behind one context cost less than their rows: that of the context, and of
+    each that they begin with."""
+    known = sorted(each.continuation[:-1] for each in group)
+    rows = 1 + sum(len(ids) - common_length(last, ids) for last, ids in pairwise([(), *known]))
+    return A_ROW * rows > sum(map(len, known)) + A_ROW * len(group)

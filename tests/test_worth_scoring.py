@@ -1,0 +1,46 @@
+"""Which scores an engine is asked for, without an engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from genlm.core.types import Query, ScoreRequest
+from genlm.kit.scores import worth_scoring
+
+CONTEXT = Query(tuple(range(20)))
+
+
+def lists(count, length, start=()):
+    return [(*start, *range(n * 100, n * 100 + length)) for n in range(1, count + 1)]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "worth"),
+    [
+        (lists(1, 8), True),
+        (lists(1, 7), False),  # few tokens
+        (lists(4, 3), True),
+        (lists(9, 1), False),  # all read one row
+        (lists(9, 1, start=range(8)), False),  # nine rows for all
+        (lists(9, 5, start=range(3)), True),
+        (lists(9, 5, start=range(20)), False),
+    ],
+)
+def test_candidates_that_share_rows_are_left_to_them(candidates, worth):
+    scores = [ScoreRequest(CONTEXT, each) for each in candidates]
+    assert worth_scoring(scores) == scores * worth
+
+
+def test_each_context_has_its_own():
+    alike = [ScoreRequest(CONTEXT, each) for each in lists(9, 1, start=range(8))]
+    others = [ScoreRequest(Query((n,)), tuple(range(5))) for n in range(2)]
+    assert worth_scoring([*alike, *others]) == others
+
+
+def test_a_single_token_is_left_to_the_row_of_the_context():
+    long, single = ScoreRequest(CONTEXT, tuple(range(9))), ScoreRequest(CONTEXT, (5,))
+    assert worth_scoring([single, long]) == [long]
+
+
+def test_none_are_worth_nothing():
+    assert worth_scoring([]) == []
