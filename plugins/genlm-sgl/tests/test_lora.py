@@ -5,6 +5,7 @@ import torch
 from sgl_torch_cpu import without_pinned_memory
 
 from genlm.core import Adapter, EngineError, InvalidAdapterError, Query
+from genlm.core.types import ScoreRequest
 from tests.adapter_kinds import Kind
 from tests.adapter_kinds import make_adapter as make_kind
 
@@ -91,6 +92,10 @@ def test_each_adapter_has_a_cache_of_its_own(hooks, adapters, contexts):
         assert hooks.tokens([context], adapter=adapter) == 20
     for adapter in [*adapters, None]:
         assert hooks.tokens([(*context, 1)], adapter=adapter) == 1
+
+
+def test_scores_are_left_to_rows(hooks):
+    assert hooks.ask(ScoreRequest(Query(IDS), IDS)) == [None]
 
 
 def test_an_adapter_that_cannot_be_loaded_leaves_nothing(hooks, expected, contexts, folders, wide):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from genlm.core import Adapter, Answer, EngineDeadError, EngineError, Query, hookimpl
 from genlm.core.checks import describe_error
 from genlm.core.errors import UnsupportedError
 from genlm.core.logs import get_logger
-from genlm.core.types import Request, SampleRequest
+from genlm.core.types import Request, SampleRequest, ScoreRequest
 from genlm.kit.memory import lower
 from genlm.kit.newcomers import forward_worth
+from genlm.kit.scores import worth_scoring
 from genlm.sgl.internals import Scheduler
 from genlm.sgl.newcomers import Newcomer, Newcomers
 from genlm.sgl.sampling import native_draw
@@ -23,7 +26,13 @@ PROBE = Query(token_ids=(0,), cold=True)
 
 
 class SglEngine:
-    """One model in SGLang's scheduler, which admits new requests between its steps."""
+    """One model in SGLang's scheduler, which admits new requests between its steps.
+
+    Attributes:
+        gives_scores: Whether SGLang is asked for scores: with LoRA they are read from rows.
+    """
+
+    gives_scores = True
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -47,11 +56,12 @@ class SglEngine:
         self,
         queries: Sequence[Query],
         samples: Sequence[SampleRequest],
+        scores: Sequence[ScoreRequest],
         dropped: Sequence[Request],
     ) -> list[Answer]:
         try:
             self._drop(dropped)
-            answers = self._receive(queries, samples)
+            answers = self._receive(queries, samples, scores)
             self._newcomers.admit()
             if self._in_flight:
                 answers += self._advance()
@@ -60,17 +70,29 @@ class SglEngine:
             self._recover()
             raise
 
-    def _receive(self, queries: Sequence[Query], samples: Sequence[SampleRequest]) -> list[Answer]:
-        """Take new requests; draws that it cannot make are answered with ``None``."""
+    def _receive(
+        self,
+        queries: Sequence[Query],
+        samples: Sequence[SampleRequest],
+        scores: Sequence[ScoreRequest],
+    ) -> list[Answer]:
+        """Take new requests; what it cannot do, or rows do as well, is answered with ``None``."""
+        declined: list[Answer] = []
         for query in queries:
-            self._take(query)
-        declined = []
+            self._take(query, query)
+        worth = set(worth_scoring(scores) if self.gives_scores else ())
+        for score in scores:
+            if score in worth:
+                before = score.continuation[:-1]
+                self._take(score, score.query.extended(before), scored=len(before))
+            else:
+                declined.append(Answer(score, None))
         for request in samples:
             draw = native_draw(request.params, self.scheduler.stop_token_ids)
             if draw is None or self.vocab_size > len(self.tokenizer):  # it would draw padding
                 declined.append(Answer(request, None))
             else:
-                self._take(request, draw)
+                self._take(request, request.query, draw=draw)
         return declined
 
     def _drop(self, requests: Sequence[Request]) -> None:
@@ -83,13 +105,12 @@ class SglEngine:
             if not self._newcomers.drop(key):
                 self.scheduler.abort(key)
 
-    def _take(self, request: Request, draw: Mapping[str, Any] | None = None) -> None:
+    def _take(self, request: Request, prompt: Query, **how: Any) -> None:
         self._asked += 1
         key = f"{self._asked:016x}"
         self._in_flight[key] = request
-        query = request if isinstance(request, Query) else request.query
-        adapter = adapter_id(query.adapter) if query.adapter else None
-        self._newcomers.add(Newcomer(key, query, adapter, draw))
+        adapter = adapter_id(prompt.adapter) if prompt.adapter else None
+        self._newcomers.add(Newcomer(key, prompt, adapter, **how))
 
     def _advance(self) -> list[Answer]:
         """One step: the answers to the requests that it finished."""
@@ -99,7 +120,7 @@ class SglEngine:
             key, needed = self.scheduler.refuse_next()
             return [Answer(self._in_flight.pop(key), self._does_not_fit(needed))]
         return [
-            Answer(self._in_flight.pop(key), result)
+            _answer(self._in_flight.pop(key), result)
             for key, result in finished.items()
             if key in self._in_flight  # else it has been dropped
         ]
@@ -141,9 +162,9 @@ class SglEngine:
 
     def evaluate_alone(self, query: Query) -> Any:
         """The row of a query while nothing else is in flight."""
-        answers = self.genlm_step([query], [], [])
+        answers = self.genlm_step([query], [], [], [])
         while not answers:
-            answers = self.genlm_step([], [], [])
+            answers = self.genlm_step([], [], [], [])
         if isinstance(answers[0].result, Exception):
             raise answers[0].result
         return answers[0].result
@@ -173,6 +194,13 @@ class SglEngine:
         self._pinned.clear()
         del self.model
         self.scheduler.close()
+
+
+def _answer(request: Request, result: Any) -> Answer:
+    if isinstance(request, ScoreRequest) and not isinstance(result, Exception):
+        row, scores = result
+        result = torch.cat([scores, row[request.continuation[-1]].reshape(1)])
+    return Answer(request, result)
 
 
 def adapter_id(adapter: Adapter) -> str:

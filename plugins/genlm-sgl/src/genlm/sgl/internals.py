@@ -142,6 +142,7 @@ class Scheduler:
         adapter: str | None,
         namespace: str | None = None,
         draw: Mapping[str, Any] | None = None,
+        scored_from: int | None = None,
     ) -> None:
         """Queue a prompt.
 
@@ -150,6 +151,8 @@ class Scheduler:
             adapter: The id of a loaded adapter. Each has its own part of the radix cache.
             namespace: Only requests of the same namespace share the radix cache.
             draw: SGLang's sampling parameters, for a draw.
+            scored_from: The first token whose log-probability is wanted beside the row, for a
+                score.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -166,8 +169,9 @@ class Scheduler:
             mm_inputs=None,
             token_type_ids=None,
             sampling_params=sampling,
-            return_logprob=False,
-            logprob_start_len=-1,
+            return_logprob=scored_from is not None,
+            # The one before it gives the first. SGLang computes all from there.
+            logprob_start_len=-1 if scored_from is None else scored_from - 1,
             top_logprobs_num=0,
             token_ids_logprob=None,
             stream=False,
@@ -181,7 +185,8 @@ class Scheduler:
         """Run the batch that the scheduler chooses; ``None`` if it can run nothing.
 
         Returns:
-            The results of the requests that it finished, by their keys.
+            The results of the requests that it finished, by their keys; of a score, its row and
+            the other log-probabilities.
         """
         scheduler = self._scheduler
         with self._on_its_stream():
@@ -465,6 +470,8 @@ def _result(request: Any, row: torch.Tensor | None) -> Any:
 
     if isinstance(request.finished_reason, FINISH_ABORT):  # SGLang has run something else instead
         return EngineError(f"SGLang aborted the request: {request.finished_reason.message}")
+    if request.return_logprob and row is not None:
+        return row, row.new_tensor(request.logprob.input_token_logprobs_val[1:])
     if _wants_row(request):
         return row
     drawn = list(request.output_ids)

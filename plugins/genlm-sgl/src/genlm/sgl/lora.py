@@ -32,6 +32,8 @@ ONE_MODULE = (
 class SglLoraEngine(SglEngine):
     """An engine that evaluates queries of different adapters in one batch."""
 
+    gives_scores = False
+
     @hookimpl
     def genlm_read_lora(self, adapter: Adapter) -> AdapterFolder:
         """Raises: InvalidAdapterError: it is not valid, or of a kind that SGLang applies

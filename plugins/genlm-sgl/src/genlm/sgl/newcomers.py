@@ -26,18 +26,25 @@ class Newcomer:
         query: Its prompt.
         adapter: The id of its adapter in SGLang.
         draw: SGLang's sampling parameters, for a draw.
+        scored: How many last tokens of its prompt are scored.
     """
 
     key: str
     query: Query
     adapter: str | None
-    draw: Mapping[str, Any] | None
+    draw: Mapping[str, Any] | None = None
+    scored: int = 0
+
+    @property
+    def unscored(self) -> int:
+        """How many tokens it has before those that are scored."""
+        return self.query.length - self.scored
 
     @property
     def prompt(self) -> bytes:
-        """See :func:`~genlm.kit.prefixes.key_of`."""
+        """What it may share, see :func:`~genlm.kit.prefixes.key_of`."""
         adapter = self.query.adapter
-        return key_of(adapter.version if adapter else 0, self.query.token_ids)
+        return key_of(adapter.version if adapter else 0, self.query.token_ids[: self.unscored])
 
 
 class Newcomers:
@@ -79,7 +86,7 @@ class Newcomers:
 
     def _may_share(self, newcomer: Newcomer) -> bool:
         query = newcomer.query
-        return self._scheduler.keeps_prompts and query.length > self._each and not query.cold
+        return self._scheduler.keeps_prompts and newcomer.unscored > self._each and not query.cold
 
     def _that_wait(self, some: list[Newcomer]) -> set[Newcomer]:
         found = self._scheduler.known([(each.query.token_ids, each.adapter) for each in some])
@@ -98,4 +105,5 @@ class Newcomers:
             adapter=newcomer.adapter,
             namespace=f"cold-{newcomer.key}" if newcomer.query.cold else None,
             draw=newcomer.draw,
+            scored_from=newcomer.unscored if newcomer.scored else None,
         )

@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,13 +155,13 @@ def _cap_at_the_end(model: Any) -> None:
     """Cap logits in PyTorch: where SGLang does not know the CPU by itself, it takes Triton."""
     from sglang.srt.layers.logits_processor import LogitsProcessor
 
-    def capped(processor: Any, arguments: Any, output: Any) -> None:
-        output.next_token_logits.div_(cap).tanh_().mul_(cap)
+    def capped(get: Any, cap: float, *arguments: Any, **options: Any) -> Any:
+        return get(*arguments, **options).div_(cap).tanh_().mul_(cap)
 
     for module in model.modules():
         if isinstance(module, LogitsProcessor) and (cap := module.final_logit_softcapping):
             module.final_logit_softcapping = None
-            module.register_forward_hook(capped)
+            module._get_logits = partial(capped, module._get_logits, cap)
 
 
 def _cap_attention(attentions: list[Any], settings: Any, ours: bool) -> None:
