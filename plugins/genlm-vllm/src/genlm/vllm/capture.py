@@ -20,8 +20,6 @@ import torch
 ROW_KEY = "genlm_row"  # str: keep the row under this key
 # int: draw only token ids below this; the rest is padding of the embedding matrix.
 WIDTH_KEY = "genlm_width"
-# int: take over no more first tokens than this: of those behind, log-probabilities are wanted.
-READS_KEY = "genlm_reads"
 
 
 class RowStore:

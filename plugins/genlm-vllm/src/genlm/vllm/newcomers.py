@@ -13,7 +13,10 @@ from typing import Any
 
 from genlm.kit.newcomers import EACH, Leaders
 from genlm.kit.prefixes import key_of
-from genlm.vllm.capture import READS_KEY
+
+#: In ``SamplingParams.extra_args``, int: take over no more first tokens than this: of those behind,
+#: log-probabilities are wanted.
+READS_KEY = "genlm_reads"
 
 
 class Newcomers:
