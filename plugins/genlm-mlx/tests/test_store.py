@@ -362,7 +362,8 @@ def test_scores_have_mass_on_the_first_tokens_only(
     folders: Folders, family: str, size: int
 ) -> None:
     engine = load(str(folders(family)), {})
-    context, tokens, width = tokens_of(9, 0), [token % 200 for token in tokens_of(size, 1)], 200
+    context, tokens, width = tokens_of(40, 0), [token % 200 for token in tokens_of(size, 1)], 200
+    engine.logprobs([Query(context[:30])])  # which are known, and more than a window
     (scores,) = engine.genlm_sequence_logprobs([Query(context)], [tokens], width)
     for at in (0, size - 1):
         (row,) = engine.logprobs([Query((*context, *tokens[:at]), cold=True)])
