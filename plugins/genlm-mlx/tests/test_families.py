@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ArraysCache
 from transformers import AutoModelForCausalLM
 
 from genlm.core import Query
+from genlm.mlx.blocks import Blocks
 from genlm.mlx.loading import load
 from tests.hub_folders import HUB, loaded
 
@@ -35,6 +36,7 @@ def test_scores_behind_the_shorter_row_of_a_batch(
     """First two logits, then the others."""
     monkeypatch.setattr("genlm.mlx.runner.FIRST_LOGITS", 2)
     engine = load(str(folders("gemma3")), {})
+    engine.store = Blocks(engine._runner, None)
     whole, drawn = tokens_of(30, 0), tokens_of(20, 1)
     for tokens in ((), (5,)):
         rows_of(engine, [[*whole, *tokens], [*whole[:3], *tokens]])

@@ -22,7 +22,7 @@ from genlm.mlx.runner import Runner
 from genlm.mlx.store import Store
 from genlm.mlx.table import Table
 
-from .watched import Folders, Tried, Watched, _rows, engine_of, keys_of, tokens_of
+from .watched import Folders, Tried, Watched, engine_of, keys_of, logprobs_of, tokens_of
 
 #: Windows in every other layer, and a sink in each.
 GPT_OSS = {
@@ -66,8 +66,8 @@ def test_sinks_and_windows_are_those_of_rows_computed_alone() -> None:
     assert isinstance(store, Store)
     source, contexts = random.Random(0), [tokens_of(length, length) for length in range(1, 90, 9)]
     for _ in range(12):
-        rows = _rows(store.logits([Query(one) for one in contexts]))
-        alone = _rows(mx.concatenate([runner.cold((0, *one)) for one in contexts]))
+        rows = logprobs_of(store.logits([Query(one) for one in contexts]))
+        alone = logprobs_of(mx.concatenate([runner.cold((0, *one)) for one in contexts]))
         assert mx.abs(rows - alone).max().item() < 5e-4
         begun = [source.choice(contexts) for _ in contexts]
         contexts = [

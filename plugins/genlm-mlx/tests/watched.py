@@ -92,14 +92,14 @@ class Tried:
         """The tokens of each forward pass that the rows of ``keys`` took; they are those of the
         keys without kept state."""
         self.model.forwards.clear()
-        rows = _rows(self.compute(keys))
+        rows = logprobs_of(self.compute(keys))
         for length in {len(key) for key in keys}:
             places = [at for at, key in enumerate(keys) if len(key) == length]
             alike = mx.array([keys[at][1:] for at in places])
-            expected = _rows(self._plain(alike)[:, -1])
+            expected = logprobs_of(self._plain(alike)[:, -1])
             assert mx.abs(rows[mx.array(places)] - expected).max().item() < 1e-4
         return list(self.model.forwards)
 
 
-def _rows(logits: mx.array) -> mx.array:
+def logprobs_of(logits: mx.array) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -318,7 +318,8 @@ def genlm_sequence_logprobs(
     Continuations are not empty, and context plus continuation without its last token fits
     ``max_context``. Without an implementation, or on ``None``, the core asks for one row per token.
     So it does where ``vocab_size`` exceeds ``width`` (padded embeddings), if an implementation
-    leaves this argument out: it normalises over ``vocab_size`` then.
+    leaves this argument out: it normalises over ``vocab_size`` then. So do the scores of
+    ``genlm_step``, which are not asked for there.
     """
 
 

@@ -78,11 +78,10 @@ class VllmEngine:
     def _receive(self, requests: Sequence[Request]) -> list[Answer]:
         """Hand new requests to vLLM; those that it cannot serve are answered with ``None``."""
         declined = []
-        scores = {
-            *self._worth_scoring([each for each in requests if isinstance(each, ScoreRequest)])
-        }
+        asked = [each for each in requests if isinstance(each, ScoreRequest)]
+        worth = set(self._worth_scoring(asked))
         for request in requests:
-            if self._is_native(request, scores):
+            if self._is_native(request, worth):
                 self._launch(self._prepared(request))
             else:
                 declined.append(Answer(request, None))
