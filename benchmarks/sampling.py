@@ -32,7 +32,8 @@ def row_of(size: int) -> Any:
 
 
 def ours(bench: Bench) -> None:
-    from genlm.core.sampling import TokenDrawer, checked_params
+    from genlm.core.drawer import TokenDrawer
+    from genlm.core.sampling import checked_params
 
     for size in SIZES:
         row = row_of(size)

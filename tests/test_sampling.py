@@ -3,16 +3,19 @@ what options and seeds do, is for the conformance suite, which draws on the mock
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from genlm.core import AsyncLM, EngineError, InvalidQueryError, SamplingParams
+from genlm.core import AsyncLM, EngineError, InvalidQueryError, SamplingParams, drawer, hookimpl
+from genlm.core.drawer import TokenDrawer, draw_together
 from genlm.core.generation import PREFIXES
 from genlm.core.mock import ByteTokenizer, MockEngine
-from genlm.core.sampling import TokenDrawer, seed_of
+from genlm.core.sampling import seed_of
+from tools.launched import Launched
 
 
 @pytest.mark.parametrize(
@@ -82,17 +85,108 @@ def test_scores_by_rows_ask_few_contexts_at_a_time(mock, monkeypatch, gate):
     assert max(map(len, gate.batches)) <= PREFIXES
 
 
+# --- many draws together --------------------------------------------------------------------------
+
+
+def drawers_of(count, **options):
+    return [TokenDrawer(SamplingParams(max_tokens=1, seed=i, **options)) for i in range(count)]
+
+
+@pytest.fixture
+def rows():
+    return torch.randn(30, 1000, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("at_once", [1, 7000, 1 << 20])
+def test_many_are_what_each_is_alone(monkeypatch, rows, on_cpu, at_once):
+    """Whatever their options, and one without mass among them."""
+    hows = [{}, {"temperature": 0.0}, {"top_k": 20}, {"top_p": 0.7}, {"min_p": 0.1}]
+    rows[4] = -math.inf
+
+    def all_drawers():
+        return [drawers_of(i + 1, **hows[i % len(hows)])[i] for i in range(len(rows))]
+
+    alone = all_drawers()
+    expected = [None if i == 4 else one.draw(rows[i]) for i, one in enumerate(alone)]
+    monkeypatch.setattr(drawer, "on_cpu", lambda device: on_cpu)
+    monkeypatch.setattr(drawer, "IN_CACHE", at_once)
+    monkeypatch.setattr(drawer, "IN_MEMORY", at_once)
+    together = all_drawers()
+    drawn = draw_together(together, list(rows))
+    assert isinstance(drawn.pop(4), EngineError)
+    assert drawn == expected[:4] + expected[5:]
+    for one, other in zip(together, alone, strict=True):
+        assert one.logprob == pytest.approx(other.logprob)
+        assert one.proposal_logprob == pytest.approx(other.proposal_logprob)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 20}, {"top_p": 0.7}, {"min_p": 0.1}])
+def test_a_gpu_would_launch_as_many_kernels_for_any_number(monkeypatch, rows, options):
+    monkeypatch.setattr(drawer, "on_cpu", lambda device: False)
+    counts = []
+    for count in (3, 30):
+        with Launched() as launched:
+            draw_together(drawers_of(count, **options), list(rows[:count]))
+        counts.append(launched.count)
+    assert counts[0] == counts[1]
+
+
+def test_sums_whose_last_bits_are_wrong_give_no_token_without_mass(monkeypatch):
+    monkeypatch.setattr(drawer, "on_cpu", lambda device: False)
+    exact = torch.Tensor.cumsum
+
+    def cumsum(self, dim):
+        return exact(self, dim) + torch.arange(self.shape[-1]) * 1e-3
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", cumsum)
+    row = torch.full((1000,), -math.inf)
+    row[300] = 0.0
+    assert set(draw_together(drawers_of(50), [row] * 50)) == {300}
+
+
+def test_gathered_draws_are_made_together(mock, monkeypatch):
+    """With the same numbers where they have to be made one by one; and one that fails disturbs no
+    other."""
+    monkeypatch.delattr(MockEngine, "genlm_sample")
+    calls = []
+
+    def draw(drawers, rows):
+        calls.append(len(drawers))
+        if len(calls) == 1:
+            [one.number() for one in drawers]
+            raise MemoryError
+        return draw_together(drawers, rows)
+
+    class NoMass:
+        @hookimpl
+        def genlm_process_logprobs(self, queries, rows):
+            for query, row in zip(queries, rows, strict=True):
+                if query.token_ids == (3,):
+                    row[:] = -math.inf
+            return rows
+
+    async def gathered(lm):
+        asked = [lm.sample([i], 2, [], seed=i) for i in range(8)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    lm = mock(wrappers=[NoMass()])
+    expected = asyncio.run(gathered(lm))
+    assert [i for i, one in enumerate(expected) if isinstance(one, EngineError)] == [3]
+    lm = mock(wrappers=[NoMass()])
+    monkeypatch.setattr(drawer, "draw_together", draw)
+    assert asyncio.run(gathered(lm))[4:] == expected[4:]
+    assert calls == [8, *[1] * 8, 7]
+
+
 # --- filters --------------------------------------------------------------------------------------
 
 
 def drawable(row, **options):
     """The ids that are drawn, each with the probability that the drawer says it had."""
-    drawer = TokenDrawer(SamplingParams(max_tokens=1, seed=0, **options))
-    found = {}
-    for _ in range(500):
-        before, token_id = drawer.proposal_logprob, drawer.draw(row)
-        found[token_id] = math.exp(drawer.proposal_logprob - before)
-    return found
+    drawers = drawers_of(500, **options)
+    drawn = draw_together(drawers, [row] * 500)
+    return {i: math.exp(one.proposal_logprob) for i, one in zip(drawn, drawers, strict=True)}
 
 
 def by_hand(row, temperature=1.0, top_k=None, top_p=None, min_p=None):
@@ -132,11 +226,16 @@ def test_filters_apply_in_the_stated_order(temperature, top_k, top_p, min_p):
         {"top_p": 1.0},
         {"top_k": 700, "top_p": 0.6, "temperature": 0.7},
         {"top_k": 700, "top_p": 0.6, "min_p": 1e-4},
+        {"top_k": 1500, "top_p": 0.5, "temperature": 5.0},
     ],
 )
 @pytest.mark.parametrize("values", [7, 3000])
-def test_filters_of_a_whole_vocabulary(options, values):
-    """Also where many tokens are equal, some of them impossible."""
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_filters_of_a_whole_vocabulary(monkeypatch, options, values, on_cpu):
+    """Also where many tokens are equal, some of them impossible; and by the operations that a GPU
+    would take."""
+    monkeypatch.setattr(drawer, "on_cpu", lambda device: on_cpu)
+    monkeypatch.setattr(drawer, "LIKELIEST", (4, 800))
     generator = torch.Generator().manual_seed(values)
     row = (torch.randint(values, [3000], generator=generator) * 10.0 / values).log_softmax(-1)
     row[::3] = -math.inf

@@ -7,8 +7,8 @@ import threading
 import torch
 
 from genlm.core import Query, hookimpl
+from genlm.core.drawer import TokenDrawer
 from genlm.core.mock import ContinuousMockEngine
-from genlm.core.sampling import TokenDrawer
 from genlm.core.types import SampleRequest, query_of
 
 from .registry import Keeping, breaks

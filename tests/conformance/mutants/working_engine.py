@@ -15,8 +15,8 @@ import torch
 from attrs import define, evolve
 
 from genlm.core import Adapter, Answer, Query, hookimpl
+from genlm.core.drawer import TokenDrawer
 from genlm.core.mock import MockEngine
-from genlm.core.sampling import TokenDrawer
 from genlm.core.types import Request, SampleRequest, ScoreRequest, query_of
 from genlm.kit.prefixes import key_of, shared_length
 

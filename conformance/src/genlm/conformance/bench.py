@@ -14,12 +14,13 @@ from attrs import frozen
 from genlm.core.checks import number, safe_repr
 from genlm.core.cli.model import Commands, add_model, loaded
 from genlm.core.cli.terminal import Progress, bar, table
+from genlm.core.drawer import TokenDrawer
 from genlm.core.errors import BackendImportError, GenlmError, InvalidOptionError, PluginError
 from genlm.core.installation import pip_install
 from genlm.core.lm import AsyncLM
 from genlm.core.plugins import backend_names, find_backend
 from genlm.core.runtime.askers import all_of
-from genlm.core.sampling import TokenDrawer, checked_params
+from genlm.core.sampling import checked_params
 from genlm.kit.doctor import accelerators
 from genlm.kit.processor import dtypes
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 from genlm.core.adapters import UNSET, LoraName
 from genlm.core.checks import integer
 from genlm.core.context import contexts_of, token_ids_of
+from genlm.core.drawer import TokenDrawer
 from genlm.core.errors import InvalidOptionError, InvalidQueryError, UnsupportedError
 from genlm.core.hints import ARGUMENTS, known_keywords
 from genlm.core.rows import RowsMixin
 from genlm.core.runtime.askers import all_of, blocking
-from genlm.core.sampling import Particle, SamplingOptions, TokenDrawer, checked_params, seeded
+from genlm.core.sampling import Particle, SamplingOptions, checked_params, seeded
 from genlm.core.scoring import LIKELIEST, Score, rolling_windows
 from genlm.core.types import Query, SampleRequest, SamplingParams, ScoreRequest, TokenIds
 
@@ -392,10 +393,10 @@ class GenerationMixin(RowsMixin):
         stops: list[int | None] = [None for _ in draws]
         live = [i for i, (_, params) in enumerate(draws) if params.max_tokens]
         while live:
-            rows = (await self._rows([queries[i] for i in live])).cpu()
+            tokens = await self._next_tokens([drawers[i] for i in live], [queries[i] for i in live])
             going_on = []
-            for i, row in zip(live, rows.unbind(), strict=True):
-                token_id, params = drawers[i].draw(row), draws[i][1]
+            for i, token_id in zip(live, tokens, strict=True):
+                params = draws[i][1]
                 if token_id in params.stop_token_ids:
                     stops[i] = token_id
                     continue
@@ -412,7 +413,7 @@ class GenerationMixin(RowsMixin):
     async def _stream(self, query: Query, params: SamplingParams) -> AsyncGenerator[int, None]:
         drawer = TokenDrawer(params)
         for _ in range(params.max_tokens):
-            token_id = drawer.draw((await self._rows([query]))[0])
+            (token_id,) = await self._next_tokens([drawer], [query])
             if token_id in params.stop_token_ids:
                 return
             yield token_id

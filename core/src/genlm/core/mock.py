@@ -19,11 +19,11 @@ import numpy as np
 from attrs import define, field
 
 from genlm.core.checks import describe_error, safe_repr
+from genlm.core.drawer import TokenDrawer
 from genlm.core.errors import EngineDeadError, InvalidOptionError, ModelNotFoundError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM
 from genlm.core.options import CoreOptions, refuse_unknown
-from genlm.core.sampling import TokenDrawer
 from genlm.core.types import (
     Adapter,
     Answer,

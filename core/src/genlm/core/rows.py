@@ -11,6 +11,7 @@ from attrs import evolve
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
 from genlm.core.cache import OutputCache
 from genlm.core.context import Context, contexts_of, token_ids_of
+from genlm.core.drawer import Draw, TokenDrawer
 from genlm.core.errors import InvalidQueryError
 from genlm.core.hints import known_keywords
 from genlm.core.known_contexts import KnownContexts
@@ -85,6 +86,15 @@ class RowsMixin(TextMixin):
         """The rows of several queries, in a tensor of their own."""
         unknown, combine = self._look_up(queries)
         return await self._batcher.submit(unknown, combine) if unknown else combine([])
+
+    async def _next_tokens(
+        self, drawers: Sequence[TokenDrawer], queries: Sequence[Query]
+    ) -> list[int]:
+        """A token drawn after each query."""
+        known = [self._kept(query) for query in queries]
+        unknown = [query for query, row in zip(queries, known, strict=True) if row is None]
+        draw = Draw(drawers, known)
+        return await self._batcher.submit(unknown, draw) if unknown else draw([])
 
     def _look_up(
         self, queries: Sequence[Query]

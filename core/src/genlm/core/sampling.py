@@ -1,26 +1,17 @@
-"""Drawing tokens from next-token rows: the sampler of every backend that has none of its own."""
+"""How to draw: options, their checks, and seeds; and what is drawn."""
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from attrs import evolve, frozen
-from numpy.typing import NDArray
 
 from genlm.core.adapters import LoraName
 from genlm.core.checks import integer, number, safe_repr
-from genlm.core.errors import EngineError, InvalidOptionError
+from genlm.core.errors import InvalidOptionError
 from genlm.core.types import SamplingParams, TokenIds
-
-if TYPE_CHECKING:
-    import torch
-
-#: What draws without a seed come from. It has no state, so a forked child draws others.
-ENTROPY = random.SystemRandom()
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -59,93 +50,6 @@ class Particle:
     def log_weight(self) -> float:
         """The logarithm of the importance weight for the model as the target."""
         return self.logprob - self.proposal_logprob
-
-
-class TokenDrawer:
-    """Draws tokens from rows, one uniform number each, by inverting the cumulative distribution.
-
-    With a seed the numbers come from a generator of its own: it fixes the draws, whatever else is
-    going on.
-
-    Attributes:
-        logprob: Of all that has been drawn, under the rows.
-        proposal_logprob: The same, under what it was drawn from.
-    """
-
-    def __init__(self, params: SamplingParams) -> None:
-        self.logprob = self.proposal_logprob = 0.0
-        self._params = params
-        self._uniform = (
-            ENTROPY if params.seed is None else np.random.Generator(np.random.PCG64(params.seed))
-        ).random
-
-    def draw(self, row: torch.Tensor) -> int:
-        """Draw one token id from ``row``, ``[vocab_size]`` float32 log-probabilities.
-
-        Raises:
-            EngineError: the row has no mass, or a NaN or +inf.
-        """
-        logprobs = row.detach().cpu().numpy()
-        if not math.isfinite(logprobs.max()):
-            raise EngineError(
-                "the row to draw from has no mass, or a NaN or +inf; look at next_token_logprobs() "
-                "of the context, and at wrappers that mask tokens"
-            )
-        if self._params.temperature == 0:
-            token_id = int(np.argmax(logprobs))
-        else:
-            weights = self._weights(logprobs)
-            mass = _cumulative(weights)
-            # The first token whose cumulative mass exceeds the point, so that one without mass is
-            # never drawn. There is one: of a mass of at least 1, a share below 1 is less than all.
-            point = self._uniform() * mass[-1]
-            token_id = int(np.searchsorted(mass, point, side="right"))
-            self.proposal_logprob += math.log(weights[token_id] / mass[-1])
-        self.logprob += float(logprobs[token_id])
-        return token_id
-
-    def _weights(self, logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
-        """What each token is drawn in proportion to: temperature, then top_k, then top_p of what
-        remains, then min_p."""
-        temperature, top_k = self._params.temperature, self._params.top_k
-        top_p, min_p = self._params.top_p, self._params.min_p
-        weights: NDArray[np.float64] = np.subtract(logprobs, logprobs.max(), dtype=np.float64)
-        with np.errstate(all="ignore"):  # next to no temperature: -inf and 0 are what is meant
-            if temperature != 1:
-                weights /= temperature
-            np.exp(weights, out=weights)
-        # What is kept is told by the log-probabilities: extreme temperatures round different ones
-        # to the same weight.
-        if top_k is not None and top_k < len(weights):
-            weights[~_likeliest(logprobs, top_k)] = 0
-        if top_p is not None and top_p < 1:
-            whole = weights.sum()
-            # The others together have less than what is left out: most of a vocabulary.
-            likely = weights[weights > (1 - top_p) * whole / len(weights)]
-            mass = _cumulative(-np.sort(-likely))
-            count = int(np.searchsorted(mass, top_p * whole, side="left")) + 1
-            weights[~_likeliest(logprobs, min(count, len(likely)))] = 0
-        if min_p is not None:
-            weights[weights < min_p] = 0  # the greatest is 1
-        return weights
-
-
-def _cumulative(weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Their cumulative sums; NumPy takes four times as long."""
-    import torch
-
-    mass: NDArray[np.float64] = torch.from_numpy(weights).cumsum(0).numpy()
-    return mass
-
-
-def _likeliest(logprobs: NDArray[np.float32], count: int) -> NDArray[np.bool_]:
-    """Which tokens are the ``count`` most likely ones; of equal ones those of the lowest ids. Only
-    values are sorted: to sort the ids of a vocabulary takes milliseconds."""
-    place = len(logprobs) - count
-    least = np.partition(logprobs, place)[place]
-    kept: NDArray[np.bool_] = logprobs > least
-    kept[np.flatnonzero(logprobs == least)[: count - np.count_nonzero(kept)]] = True
-    return kept
 
 
 def seed_of(seed: int | None, index: int) -> int | None:

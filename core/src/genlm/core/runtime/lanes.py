@@ -31,7 +31,7 @@ class Call(Generic[T]):
         requests: One at least.
         future: Gets what ``combine`` makes of the answers, or the first error.
         combine: Makes the result, on the engine thread. Answers are shared with other callers and
-            with the cache, so it copies them.
+            with the cache, so it copies them. See :func:`results_of`.
         loop: The event loop of the future; ``None`` for a plain thread.
     """
 
@@ -118,26 +118,34 @@ def let_go(error: BaseException) -> None:
                     frame.clear()
 
 
-def the_copy(answers: Sequence[Any]) -> Any:
-    """The caller's own copy of the one row that was asked."""
-    (row,) = answers
-    return row.clone()
+class Copy:
+    """Makes the caller's own copy of the one row that was asked. Many copies are made together."""
+
+    def __call__(self, answers: Sequence[Any]) -> Any:
+        (row,) = answers
+        return row.clone()
+
+    @staticmethod
+    def together(calls: Sequence[tuple[Copy, Sequence[Any]]]) -> Sequence[Any]:
+        return copies_of([row for _, (row,) in calls])
+
+
+the_copy = Copy()
 
 
 def results_of(calls: Sequence[Call[Any]]) -> list[Any]:
-    """What each caller gets. The copies for callers of one answer are made together."""
-    rows = [
-        call.answers[0] if call.combine is the_copy and call.error is None else None
-        for call in calls
-    ]
-    try:
-        copies = iter(copies_of([row for row in rows if row is not None]))
-        return [
-            call.result() if row is None else next(copies)
-            for call, row in zip(calls, rows, strict=True)
-        ]
-    except Exception:  # no memory for all of them: each tries alone
-        return [call.result() for call in calls]
+    """What each caller gets. What their results are made with may have a ``together``, which makes
+    many: it gets each with the answers."""
+    alike: dict[Any, list[Call[Any]]] = {}
+    for call in calls:
+        if call.error is None and (together := getattr(call.combine, "together", None)) is not None:
+            alike.setdefault(together, []).append(call)
+    made: dict[Call[Any], Any] = {}
+    for together, some in alike.items():
+        with contextlib.suppress(Exception):  # no memory for all of them: each tries alone
+            results = together([(call.combine, call.answers) for call in some])
+            made.update(zip(some, results, strict=True))
+    return [made[call] if call in made else call.result() for call in calls]
 
 
 #: The calls that wait for a request, and the place of its answer in each.

@@ -1,0 +1,257 @@
+"""Drawing tokens from next-token rows: the sampler of every backend that has none of its own."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from genlm.core.errors import EngineError
+from genlm.core.types import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+#: What draws without a seed come from. It has no state, so a forked child draws others.
+ENTROPY = random.SystemRandom()
+
+#: How many numbers are worked on at a time: what a CPU's cache holds, and what is little of an
+#: accelerator's memory.
+IN_CACHE, IN_MEMORY = 1 << 18, 1 << 22
+
+#: How many of the likeliest tokens top_p looks at first. A vocabulary is seldom sorted whole.
+LIKELIEST = (1 << 10, 1 << 14)
+
+
+class TokenDrawer:
+    """Draws the tokens of one continuation from rows, one uniform number each, by inverting the
+    cumulative distribution.
+
+    With a seed the numbers come from a generator of its own: it fixes the draws, whatever else is
+    going on.
+
+    Attributes:
+        how: Its temperature, top_k, top_p and min_p.
+        logprob: Of all that has been drawn, under the rows.
+        proposal_logprob: The same, under what it was drawn from.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.how = params.temperature, params.top_k, params.top_p, params.min_p
+        self.logprob = self.proposal_logprob = 0.0
+        self._number: float | None = None
+        self._uniform = (
+            ENTROPY if params.seed is None else np.random.Generator(np.random.PCG64(params.seed))
+        ).random
+
+    def draw(self, row: torch.Tensor) -> int:
+        """Draw one token id from ``row``, ``[vocab_size]`` float32 log-probabilities.
+
+        Raises:
+            EngineError: the row has no mass, or a NaN or +inf.
+        """
+        (drawn,) = draw_together([self], [row])
+        if isinstance(drawn, Exception):
+            raise drawn
+        return drawn
+
+    def number(self) -> float:
+        """What the next token is drawn by: the same one until it has been drawn."""
+        if self._number is None:
+            self._number = self._uniform()
+        return self._number
+
+    def take(
+        self, greatest: float, token_id: float, logprob: float, proposal_logprob: float
+    ) -> int | EngineError:
+        """Note what has been drawn."""
+        self._number = None
+        if not math.isfinite(greatest):
+            return EngineError(
+                "the row to draw from has no mass, or a NaN or +inf; look at next_token_logprobs() "
+                "of the context, and at wrappers that mask tokens"
+            )
+        self.logprob += logprob
+        self.proposal_logprob += proposal_logprob
+        return int(token_id)
+
+
+class Draw:
+    """Makes the result of a call for rows: a token drawn from each. Those of many calls are drawn
+    together.
+
+    Args:
+        drawers: One for each token.
+        known: The rows that need not be asked; ``None`` in the places of the others.
+    """
+
+    def __init__(
+        self, drawers: Sequence[TokenDrawer], known: Sequence[torch.Tensor | None]
+    ) -> None:
+        self._drawers, self._known = drawers, known
+
+    def __call__(self, answers: Sequence[torch.Tensor]) -> list[int]:
+        (drawn,) = self.together([(self, answers)])
+        if isinstance(drawn, Exception):
+            raise drawn
+        return drawn
+
+    @staticmethod
+    def together(
+        calls: Sequence[tuple[Draw, Sequence[torch.Tensor]]],
+    ) -> list[list[int] | EngineError]:
+        """The tokens of each call, or the first error."""
+        drawers = [drawer for draw, _ in calls for drawer in draw._drawers]
+        rows = [row for draw, answers in calls for row in draw._rows(answers)]
+        drawn = iter(draw_together(drawers, rows))
+        results: list[Any] = []
+        for draw, _ in calls:
+            own = [next(drawn) for _ in draw._drawers]
+            results.append(next((one for one in own if isinstance(one, Exception)), own))
+        return results
+
+    def _rows(self, answers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        asked = iter(answers)
+        return (next(asked) if row is None else row for row in self._known)
+
+
+def draw_together(
+    drawers: Sequence[TokenDrawer], rows: Sequence[torch.Tensor]
+) -> list[int | EngineError]:
+    """Draw a token from each row, or say what is wrong with it. Draws with the same options are
+    made together, where the rows are: a GPU is waited for once for all of them."""
+    import torch
+
+    alike = defaultdict[Any, list[int]](list)
+    for at, drawer in enumerate(drawers):
+        alike[drawer.how].append(at)
+    drawn: list[int | EngineError] = [0] * len(drawers)
+    for how, places in alike.items():
+        device = torch.device("cpu") if rows[0].is_mps else rows[0].device  # Metal has no float64
+        some = max(1, (IN_CACHE if on_cpu(device) else IN_MEMORY) // len(rows[0]))
+        found = []
+        for begin in range(0, len(places), some):
+            part = places[begin : begin + some]
+            numbers = torch.tensor(
+                [[drawers[at].number()] for at in part], dtype=torch.float64, device=device
+            )
+            found.append(_drawn(torch.stack([rows[at] for at in part]).to(device), numbers, how))
+        for at, one in zip(places, torch.cat(found).tolist(), strict=True):
+            drawn[at] = drawers[at].take(*one)
+    return drawn
+
+
+def on_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _drawn(
+    rows: torch.Tensor,
+    numbers: torch.Tensor,
+    how: tuple[float, int | None, float | None, float | None],
+) -> torch.Tensor:
+    """Of each row its greatest value, the token drawn, and the token's log-probabilities under the
+    row and under what it was drawn from: ``[len(rows), 4]`` float64.
+
+    Args:
+        rows: ``[n, vocab_size]`` log-probabilities.
+        numbers: ``[n, 1]`` float64, uniform.
+        how: Temperature, top_k, top_p and min_p.
+    """
+    import torch
+
+    rows = rows.detach()
+    greatest = rows.amax(-1, keepdim=True)
+    if how[0] == 0:
+        drawn, shares = rows.argmax(-1, keepdim=True), torch.ones_like(greatest)
+    else:
+        weights = _weights(rows, greatest, *how)
+        mass = weights.cumsum(-1)
+        # The first token whose cumulative mass exceeds the point, so that one without mass is never
+        # drawn.
+        drawn = torch.searchsorted(mass, numbers * mass[:, -1:], right=True)
+        drawn.clamp_(max=rows.shape[-1] - 1)
+        if not on_cpu(rows.device):  # sums made in parallel may fall in their last bits
+            drawn = drawn.where(weights.gather(-1, drawn) > 0, rows.argmax(-1, keepdim=True))
+        shares = weights.gather(-1, drawn) / mass[:, -1:]
+    found = greatest, drawn, rows.gather(-1, drawn), shares.log()
+    return torch.cat([each.double() for each in found], -1)
+
+
+def _weights(
+    rows: torch.Tensor,
+    greatest: torch.Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+) -> torch.Tensor:
+    """What each token is drawn in proportion to, float64: temperature, then top_k, then top_p of
+    what remains, then min_p."""
+
+    def weigh(logprobs: torch.Tensor) -> torch.Tensor:
+        weights = logprobs.double().sub_(greatest)
+        if temperature != 1:
+            weights /= min(max(temperature, 1e-300), 1e300)  # a GPU multiplies by the inverse
+        return weights.exp_()
+
+    weights, width = weigh(rows), rows.shape[-1]
+    few = width if top_k is None else min(top_k, width)
+    # What is kept is told by the log-probabilities: extreme temperatures round different ones to
+    # the same weight.
+    if top_p is not None and top_p < 1:
+        _keep(weights, rows, *_nucleus(rows, weights, top_p, few, weigh))
+    elif few < width:
+        _keep(weights, rows, _ordered(rows, few)[:, -1:], few)
+    if min_p is not None:
+        weights.masked_fill_(weights < min_p, 0)  # the greatest is 1
+    return weights
+
+
+def _nucleus(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    top_p: float,
+    top_k: int,
+    weigh: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least log-probability of the likeliest tokens that have a share of ``top_p`` of the
+    ``top_k`` likeliest together, and their number: each ``[n, 1]``."""
+    import torch
+
+    width = rows.shape[-1]
+    for few in [*(few for few in LIKELIEST if few < top_k == width), top_k]:
+        ordered = _ordered(rows, few)
+        mass = weigh(ordered).cumsum(-1)
+        whole = mass[:, -1:] if few == top_k else weights.sum(-1, keepdim=True)
+        if few == top_k or bool((mass[:, -1:] >= top_p * whole).all()):
+            break
+    last = torch.searchsorted(mass, top_p * whole).clamp_(max=few - 1)
+    return ordered.gather(-1, last), last + 1
+
+
+def _keep(
+    weights: torch.Tensor, rows: torch.Tensor, least: torch.Tensor, count: torch.Tensor | int
+) -> None:
+    """Take the weight of all but the ``count`` likeliest tokens of each row, the last of which has
+    the log-probability ``least``; of equal ones those of the lowest ids keep it."""
+    others = rows < least
+    surplus = rows.shape[-1] - others.sum(-1, keepdim=True) - count
+    if bool((surplus > 0).any()):
+        equal = rows == least
+        others |= equal & (equal.cumsum(-1) > equal.sum(-1, keepdim=True) - surplus)
+    weights.masked_fill_(others, 0)
+
+
+def _ordered(rows: torch.Tensor, few: int) -> torch.Tensor:
+    """The ``few`` greatest values of each row, in descending order."""
+    import torch
+
+    if not on_cpu(rows.device):
+        return rows.topk(few).values
+    greatest = np.partition(rows.numpy(), -few, axis=-1)[:, -few:]  # in a third of PyTorch's time
+    return torch.from_numpy(-np.sort(-greatest, axis=-1))
