@@ -3,11 +3,12 @@
 A model may change its attention beyond a length: a window, a temperature, a choice of the best
 positions. Contexts that short probes never reach cross it on the twin.
 
-To compare the model's own first row beyond each threshold with a cold one would be less code, and
-find less. Doge's first row beyond is right, the next ones are not. Where no state is kept, nothing
-is compared, so Reformer's random rows would be served. And in half precision, rounding alone may be
-2 nats: with a temperature of attention of 1.07 forgotten, nearly all rows of SmolLM2-135M are less
-far off. A twin is of float32.
+Comparing the model's own first row beyond each threshold with a cold one would find less:
+
+- Doge's first row beyond is right, the next ones are not.
+- Where no state is kept there is nothing to compare: Reformer's rows, which are random, would pass.
+- In half precision, rounding hides it. It may be 2 nats; nearly all rows of SmolLM2-135M with a
+  temperature of attention of 1.07 forgotten are nearer. So a twin is of float32.
 """
 
 from __future__ import annotations

@@ -61,6 +61,17 @@ class Placement(Generic[A]):
         """Whether it takes a new row."""
         return not self.continued and self.cut < self.sequence.length
 
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens are computed for it."""
+        return self.sequence.length - self.start
+
+    @property
+    def own(self) -> list[Row | Trunk]:
+        """Its segments, in the order of their positions: those made for it, or the row that is
+        continued."""
+        return [segment for segment in (self.trunk, self.row) if segment is not None]
+
     def computes(self, other: Placement[A]) -> bool:
         """Whether all wanted positions of a sequence that this one begins with are among those to
         compute for it."""
@@ -68,14 +79,14 @@ class Placement(Generic[A]):
 
     def indices(self) -> list[int]:
         """Which sequences get their rows on the way: itself, and those inside."""
-        return [one.index for one in (self, *self.inside)]
+        return [placement.index for placement in (self, *self.inside)]
 
     def rows(self) -> list[tuple[int, int]]:
         """What is wanted on the way: the index of the sequence and the position of each row."""
         return [
-            (one.index, at)
-            for one in (self, *self.inside)
-            for at in range(one.sequence.latest_start, one.sequence.length)
+            (placement.index, at)
+            for placement in (self, *self.inside)
+            for at in range(placement.sequence.latest_start, placement.sequence.length)
         ]
 
     def below(self) -> Segment | None:
@@ -101,18 +112,18 @@ class Placement(Generic[A]):
 def nested(batch: Sequence[Placement[A]]) -> list[Placement[A]]:
     """The placements without those that are inside of others, which then have them."""
     alike: defaultdict[tuple[int, Segment | None, int], list[Placement[A]]] = defaultdict(list)
-    for one in batch:  # what one begins with has as much in common with what is known
-        alike[one.sequence.version, one.found, one.shared].append(one)
+    for placement in batch:  # what one begins with has as much in common with what is known
+        alike[placement.sequence.version, placement.found, placement.shared].append(placement)
     within = set[Placement[A]]()
     for some in alike.values():
-        if len({one.sequence.length for one in some}) == 1:
+        if len({placement.sequence.length for placement in some}) == 1:
             continue  # none begins with another, and no key is made
-        some.sort(key=lambda one: one.sequence.key, reverse=True)
+        some.sort(key=lambda placement: placement.sequence.key, reverse=True)
         whole, *others = some
-        for one in others:  # right behind those that begin with it
-            if whole.sequence.key.startswith(one.sequence.key) and whole.computes(one):
-                whole.inside = [*whole.inside, one]
-                within.add(one)
+        for part in others:  # right behind those that begin with it
+            if whole.sequence.key.startswith(part.sequence.key) and whole.computes(part):
+                whole.inside = [*whole.inside, part]
+                within.add(part)
             else:
-                whole = one
-    return [one for one in batch if one not in within] if within else [*batch]
+                whole = part
+    return [placement for placement in batch if placement not in within] if within else [*batch]

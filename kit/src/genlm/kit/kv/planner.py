@@ -118,7 +118,7 @@ class Planner(Generic[A]):
             planned = self._located(sequences, [placement.index for placement in some])
             for new, old in zip(planned, some, strict=True):
                 if old.inside:
-                    new.inside = [one for one in old.inside if new.computes(one)]
+                    new.inside = [other for other in old.inside if new.computes(other)]
             self._plan(planned, cuts)
             return planned
 
@@ -154,27 +154,27 @@ class Planner(Generic[A]):
         self._give_up([placement for placement in self._running if placement not in wanted])
         computed = [placement for placement in self._running if placement in wanted]
         self._running = []
-        staying = [placement for placement in computed if placement.kept]
-        trunks = [placement.trunk for placement in staying if placement.trunk is not None]
-        for placement in staying:  # all first: the new key of one may be the old key of another
-            if placement.continued and placement.row is not None:
+        for placement in computed:  # all first: the new key of one may be the old key of another
+            if placement.kept and placement.continued and placement.row is not None:
                 self.tree.rename(placement.row, placement.sequence.tokens)
-        for segment in (*trunks, *[placement.row for placement in staying]):
-            if segment is not None:
-                self.tree.keep(segment)
-        for one in computed:
-            for segment in () if one.kept or one.continued else (one.row, one.trunk):
-                if segment is not None:
+        for placement in computed:
+            if placement.kept:
+                for segment in placement.own:
+                    self.tree.keep(segment)
+            elif not placement.continued:
+                for segment in reversed(placement.own):
                     self.tree.discard(segment)
-        if trunks:  # last: it drops kept state, and may fail
-            ends = [placement.end if placement.kept else placement.found for placement in computed]
-            self._shorten(trunks, ends)
+        self._shorten(computed)  # last: it drops kept state, and may fail
 
-    def _shorten(self, trunks: Sequence[Trunk], ends: Sequence[Segment | None]) -> None:
+    def _shorten(self, computed: Sequence[Placement[A]]) -> None:
         """Keep the paths below new trunks short; the segments in which sequences end stay."""
+        made = [each.trunk for each in computed if each.kept and each.trunk is not None]
+        if not made:
+            return
+        ends = [each.end if each.kept else each.found for each in computed]
         staying = [end for end in ends if end is not None]
-        for made in trunks:
-            trunk = self.tree.at_end(made.version, made.context)
+        for own in made:
+            trunk = self.tree.at_end(own.version, own.context)
             if isinstance(trunk, Trunk):
                 self._trunks.shorten(trunk, staying)
 
@@ -255,18 +255,20 @@ class Planner(Generic[A]):
         """The sequences to compute now; the others are inside of one of these, or wait, because one
         of these computes much of what they need. For some of them, by index, also how many leading
         tokens each sequence that waits for it shares."""
-        new = [one.sequence.length - one.start for one in batch]
+        new = [placement.new_tokens for placement in batch]
         if max(new, default=0) > 1:
             batch = nested(batch)
-            new = [one.sequence.length - one.start for one in batch]
-        scored = any(one.sequence.keep > 1 for one in batch)  # these are compared in any case
+            new = [placement.new_tokens for placement in batch]
+        scored = any(
+            placement.sequence.keep > 1 for placement in batch
+        )  # these are compared in any case
         each = min(self._worth.each, 2) if scored else self._worth.each
         if sum(new) - max(new, default=0) < self._worth.waiting or max(new) < each:
             return batch, {}  # nobody would wait for one of these
         followers: dict[int, list[tuple[Placement[A], int]]] = {}
         together: Together[int] = Together(each)
         # The longest leads: it may have others in it.
-        for placement in sorted(batch, key=lambda one: -one.sequence.length):
+        for placement in sorted(batch, key=lambda placement: -placement.sequence.length):
             leader, common = together.leader(placement.sequence, placement.start)
             if leader is None:
                 together.add(placement.sequence, placement.start, placement.index)
@@ -275,11 +277,11 @@ class Planner(Generic[A]):
         waiting = {
             leader: some
             for leader, some in followers.items()
-            if sum(common - one.start for one, common in some) >= self._worth.waiting
+            if sum(common - follower.start for follower, common in some) >= self._worth.waiting
         }
-        wait = {one for some in waiting.values() for one, _ in some}
+        wait = {follower for some in waiting.values() for follower, _ in some}
         cuts = {leader: [common for _, common in some] for leader, some in waiting.items()}
-        return [one for one in batch if one not in wait], cuts
+        return [placement for placement in batch if placement not in wait], cuts
 
     def _plan(self, batch: Sequence[Placement[A]], cuts: dict[int, list[int]]) -> None:
         """Decide where each of them runs: in an existing row, on a trunk, or in a new row with a
@@ -316,7 +318,7 @@ class Planner(Generic[A]):
         for placement in batch:
             if isinstance(below := placement.below(), Trunk):
                 saved[below] += placement.start - below.start
-        longest = max([one.sequence.length for one in batch], default=0)
+        longest = max([placement.sequence.length for placement in batch], default=0)
         return self._trunks.worth(len(batch) + waiting, longest), saved
 
     def _with_trunk(self, placement: Placement[A], worth: Worth, cuts: Sequence[int]) -> None:
@@ -331,20 +333,22 @@ class Planner(Generic[A]):
         """Give contexts that are new, or grow by much, their own trunks where they would make all
         rows longer."""
         step = self._worth.step
-        new = [
-            (one.sequence.length - one.cut, one)
-            for one in batch
-            if (one.sequence.length - one.start > step if one.continued else one.needs_row)
+        grows = [
+            placement
+            for placement in batch
+            if (placement.new_tokens > step if placement.continued else placement.needs_row)
         ]
-        if new:
-            columns = self._worth.columns(max([size for size, _ in new]))
-            grown = {one.row for _, one in new if one.row is not None}
-            for one in self._trunks.too_long(columns, new, grown):
-                if isinstance(one, Placement) and one.kept:
-                    if one.continued:
-                        one.row, one.continued = None, False
-                        self._plan_new(one, weighed, ())
-                    one.cut = one.sequence.length
+        if not grows:
+            return
+        sizes = [placement.sequence.length - placement.cut for placement in grows]
+        rows = {placement.row for placement in grows if placement.row is not None}
+        new = [*zip(sizes, grows, strict=True)]
+        for owner in self._trunks.too_long(self._worth.columns(max(sizes)), new, rows):
+            if isinstance(owner, Placement) and owner.kept:
+                if owner.continued:
+                    owner.row, owner.continued = None, False
+                    self._plan_new(owner, weighed, ())
+                owner.cut = owner.sequence.length
 
     def _needs(self, batch: Sequence[Placement[A]]) -> Needs:
         new = [placement for placement in batch if not placement.continued]
@@ -372,7 +376,7 @@ class Planner(Generic[A]):
         if not self._room.make(needs):
             return False
         self._running = list(batch)
-        self.tree.touch(*[one.found for one in batch if one.found is not None])
+        self.tree.touch(*[each.found for each in batch if each.found is not None])
         new = [placement for placement in batch if not placement.continued]
         for placement in new:
             self._enter(placement)
@@ -399,9 +403,8 @@ class Planner(Generic[A]):
         like, length = sequence.known_key, sequence.length
         if not like and placement.found is not None:
             like, length = placement.found.known_key, placement.shared
-        for segment in (placement.trunk, placement.row):
-            if segment is not None and like:
-                segment.begins_like(like, length)
+        for segment in placement.own if like else ():
+            segment.begins_like(like, length)
 
     def _copy(self, batch: Sequence[Placement[A]]) -> None:
         """Copy known positions to new segments: the forks of rows together, and those of a

@@ -51,7 +51,7 @@ class ScoredRows:
         self,
         sequences: Sequence[TokenSequence],
         continuations: Sequence[Sequence[int]],
-        cut: Callable[[TokenSequence], Sequence[TokenSequence]] = lambda one: [one],
+        cut: Callable[[TokenSequence], Sequence[TokenSequence]] = lambda whole: [whole],
     ) -> None:
         self.pieces: list[TokenSequence] = []
         self._tokens = [*chain.from_iterable(continuations)]
@@ -59,7 +59,7 @@ class ScoredRows:
         scores = [0, *accumulate(map(len, continuations))]
         known: PrefixIndex[bytes, tuple[int, Given]] = PrefixIndex()
         # The longest first, as where they are computed: others wait for it.
-        lengths = [(-one.length, one.latest_start) for one in sequences]
+        lengths = [(-sequence.length, sequence.latest_start) for sequence in sequences]
         for at in sorted(range(len(sequences)), key=lengths.__getitem__):
             sequence = sequences[at]
             given = _common(known, sequence)

@@ -24,10 +24,9 @@ class Worth:
         step: Columns are allotted in steps of this many.
         waiting: Sequences wait for another one of the batch if that computes for them at least this
             many tokens, in all: as many as take as long as a forward more.
-        sharing: Forks share their parent's state as a trunk if it saves this many positions,
-            counted once for each fork. Fewer are copied: a trunk needs one more product in every
-            layer of every forward, which costs as much as attention over this many positions in
-            rows.
+        sharing: Forks share their parent's state as a trunk if that saves this many positions of
+            copies in all. Else it is copied: in every layer of every forward a trunk costs one more
+            product, which takes as long as attention over this many positions in rows.
         product: One more context shares the first positions of a trunk if they are at least this
             many.
         trunk: What is shared by forks becomes a trunk if it has at least this many. So does every

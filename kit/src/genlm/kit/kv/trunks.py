@@ -51,16 +51,17 @@ class Trunks:
             Whether some were.
         """
         changed = False
-        protected = {one.found for one in batch if one.found is not None}
+        protected = {placement.found for placement in batch if placement.found is not None}
         # A context that extends its row, or ends in it, runs there: alone it shares nothing.
-        forked = {one.found for one in batch if not one.continued}
+        new = [placement for placement in batch if not placement.continued]
+        forked = {placement.found for placement in new}
         wanted: dict[Row, list[int]] = {}
-        for one in batch if forked else ():
-            if isinstance(one.found, Row) and one.found in forked:
-                wanted.setdefault(one.found, []).append(one.start)
-        new = [one for one in batch if not one.continued] if forked else []
+        for placement in batch if new else ():
+            if isinstance(placement.found, Row) and placement.found in forked:
+                wanted.setdefault(placement.found, []).append(placement.start)
         # What was set apart is weighed as it was then: as rows.
-        apart = [one.sequence.length - one.base for one in new if one.cut == one.sequence.length]
+        whole = [placement for placement in new if placement.cut == placement.sequence.length]
+        apart = [placement.sequence.length - placement.base for placement in whole]
         columns = max([needs.columns, *apart])
         parts: list[tuple[Row, int]] = []
         for row, cuts in wanted.items():
@@ -72,7 +73,7 @@ class Trunks:
             return True
         for row, cut in parts:
             changed |= self.split([row], cut, protected)
-        fresh = [(one.sequence.length - one.cut, one) for one in new if one.needs_row]
+        fresh = [(each.sequence.length - each.cut, each) for each in new if each.needs_row]
         for long in self.too_long(needs.columns, fresh):
             # This one may have been dropped to make room for the one before.
             if isinstance(long, Row) and long in self._tree.kept:
