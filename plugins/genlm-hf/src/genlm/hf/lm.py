@@ -70,12 +70,9 @@ class AsyncTransformer(AsyncLM):
 
         Args:
             model_id: A folder, a folder with a GGUF file, or a hub name.
-            bitsandbytes_opts: Arguments of ``transformers.BitsAndBytesConfig``, for instance
-                ``{"load_in_4bit": True}``.
-            hf_opts: Arguments of ``from_pretrained``: ``dtype``, ``device_map``, ...
-            **options: ``compile_opts``, ``device``, ``dtype``, ``kv_cache_bytes``,
-                ``max_batch_tokens`` (see :class:`~genlm.hf.options.HFOptions`), and the options of
-                every backend.
+            bitsandbytes_opts: See :class:`~genlm.hf.options.HFOptions`.
+            hf_opts: See there.
+            **options: The others there, and the options of every backend.
 
         Raises:
             InvalidOptionError: an option is not accepted.

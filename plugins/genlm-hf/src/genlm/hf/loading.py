@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import re
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from genlm.core.checks import safe_repr
 from genlm.core.errors import InvalidOptionError, ModelNotFoundError
+from genlm.core.hints import nearest
 from genlm.core.logs import get_logger
 from genlm.core.options import unknown_argument
 from genlm.hf.options import ELSEWHERE, FROM_PRETRAINED, HFOptions
@@ -212,8 +212,8 @@ def _check_dtype(dtype: Any) -> None:
     given = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     floating = isinstance(given, torch.dtype) and given.is_floating_point
     if not (dtype in (None, "auto") or floating or isinstance(dtype, dict)):
-        near = difflib.get_close_matches(dtype, DTYPES, n=1, cutoff=0.5) if given is None else []
-        meant = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest(dtype, DTYPES, 0.5) if given is None else None
+        meant = f"; did you mean {near!r}?" if near else ""
         raise InvalidOptionError(
             f"dtype must be one of {', '.join(DTYPES)}, or such a torch.dtype; "
             f"got {safe_repr(dtype)}{meant}"
