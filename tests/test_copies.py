@@ -117,7 +117,7 @@ def test_nothing_is_kept_for_a_caller_who_has_gone() -> None:
     call.give(0, torch.zeros(3, WIDTH)[1])
     call.future.cancel()
     keep_own([(call, 0)])
-    assert call.answers == [None, None]
+    assert call.results == [None, None]
 
 
 def test_without_memory_for_the_cache_callers_get_their_rows(monkeypatch, capsys) -> None:

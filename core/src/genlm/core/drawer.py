@@ -94,8 +94,8 @@ class Draw:
     ) -> None:
         self._drawers, self._known = drawers, known
 
-    def __call__(self, answers: Sequence[torch.Tensor]) -> list[int]:
-        (drawn,) = self.together([(self, answers)])
+    def __call__(self, results: Sequence[torch.Tensor]) -> list[int]:
+        (drawn,) = self.together([(self, results)])
         if isinstance(drawn, Exception):
             raise drawn
         return drawn
@@ -106,16 +106,16 @@ class Draw:
     ) -> list[list[int] | EngineError]:
         """The tokens of each call, or the first error."""
         drawers = [drawer for draw, _ in calls for drawer in draw._drawers]
-        rows = [row for draw, answers in calls for row in draw._rows(answers)]
+        rows = [row for draw, results in calls for row in draw._rows(results)]
         drawn = iter(draw_together(drawers, rows))
-        results: list[Any] = []
+        given: list[Any] = []
         for draw, _ in calls:
             own = [next(drawn) for _ in draw._drawers]
-            results.append(next((one for one in own if isinstance(one, Exception)), own))
-        return results
+            given.append(next((one for one in own if isinstance(one, Exception)), own))
+        return given
 
-    def _rows(self, answers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        asked = iter(answers)
+    def _rows(self, results: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        asked = iter(results)
         return (next(asked) if row is None else row for row in self._known)
 
 

@@ -11,12 +11,12 @@ from attrs import evolve
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
 from genlm.core.cache import OutputCache
 from genlm.core.context import Context, contexts_of, token_ids_of
+from genlm.core.copies import the_copy
 from genlm.core.drawer import Draw, TokenDrawer
 from genlm.core.errors import InvalidQueryError
 from genlm.core.hints import known_keywords
 from genlm.core.known_contexts import KnownContexts
 from genlm.core.runtime.batcher import Batcher
-from genlm.core.runtime.lanes import the_copy
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.text import TextMixin
 from genlm.core.types import Query

@@ -44,9 +44,9 @@ from genlm.core.runtime.lanes import (
     Lanes,
     Pending,
     Task,
+    combined,
     keep_own,
     let_go,
-    results_of,
 )
 from genlm.core.runtime.timeline import Timeline
 
@@ -63,7 +63,7 @@ PASSES = 100
 #: interrupted, and for a lock that is held for moments only, seconds.
 EXIT_PATIENCE, LOAD_PATIENCE, LOCK_PATIENCE = 60.0, 2.0, 2.0
 
-#: How often a signal handler that asks looks for its answer, seconds. Only for a handler that
+#: How often a signal handler that asks looks for its result, seconds. Only for a handler that
 #: interrupted code which holds the lock.
 POLL = 0.01
 
@@ -76,13 +76,13 @@ dropped_by_reset = partial(
 
 
 class TryAlone(Exception):
-    """In place of an answer: the request was in flight with others when a step failed, and is to be
+    """In place of a result: the request was in flight with others when a step failed, and is to be
     tried again alone."""
 
 
 class Executor(Protocol):
     """What the engine thread drives. All methods but ``wake`` are called on that thread. A request
-    is anything that can be hashed, an answer anything but an exception."""
+    is anything that can be hashed, a result anything but an exception."""
 
     @property
     def drops(self) -> bool:
@@ -99,8 +99,8 @@ class Executor(Protocol):
         return ROWS
 
     def step(self, newcomers: Sequence[Any], dropped: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
-        """Admit ``newcomers``, drop ``dropped``, and return requests with their answers, or the
-        exceptions in their place; requests without an answer are still in flight.
+        """Admit ``newcomers``, drop ``dropped``, and return requests with their results, or the
+        exceptions in their place; requests that are not among them are still in flight.
 
         If it raises, nothing can be answered any more.
         """
@@ -200,7 +200,7 @@ class Batcher:
 
         Args:
             requests: One at least.
-            combine: Makes the result of the answers: see :class:`Call`.
+            combine: Makes what the future gets: see :class:`Call`.
         """
         loop = asyncio.get_running_loop()
         call: Call[T] = Call(requests, loop.create_future(), combine, loop)
@@ -224,7 +224,7 @@ class Batcher:
         """Ask from a plain thread, or from a coroutine that may block, and wait for the result.
 
         Raises:
-            Exception: the first error among the answers.
+            Exception: the first error among the results.
         """
         call: Call[T] = Call(requests, concurrent.futures.Future(), combine)
         self._check_process()
@@ -525,26 +525,26 @@ class Batcher:
             self._executor.wake()
 
     def _deliver(self, answers: Iterable[tuple[Any, Any]]) -> None:
-        """Give every caller its answer."""
+        """Give every caller its result."""
         suspects: Pending = {}
         ended: list[Call[Any]] = []
         given: Callers = []
-        for request, answer in answers:
+        for request, result in answers:
             callers = self._lanes.in_flight.pop(request)
-            if not isinstance(answer, Exception):
+            if not isinstance(result, Exception):
                 for call, at in callers:
-                    if call.give(at, answer):
+                    if call.give(at, result):
                         ended.append(call)
                     else:
                         given.append((call, at))
-            elif isinstance(answer, TryAlone):
+            elif isinstance(result, TryAlone):
                 suspects[request] = callers
             else:
                 self.counters["failed"] += len(callers)
                 for call, _ in callers:
-                    if call.fail(answer):
+                    if call.fail(result):
                         ended.append(call)
-                        answer = another(answer)  # for the next one
+                        result = another(result)  # for the next one
         if suspects:
             with self._lock:
                 self._lanes.suspect(suspects)
@@ -558,14 +558,14 @@ class Batcher:
         by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Future[Any], Any]]]
         by_loop = collections.defaultdict(list)
         waiting = [call for call in calls if not call.future.done()]
-        for call, result in zip(waiting, results_of(waiting), strict=True):
+        for call, result in zip(waiting, combined(waiting), strict=True):
             by_loop[call.loop].append((call.future, result))
-        for loop, outcomes in by_loop.items():
+        for loop, results in by_loop.items():
             if loop is None:
-                _resolve(outcomes, self._timeline, began)
+                _resolve(results, self._timeline, began)
             else:
                 with contextlib.suppress(RuntimeError):  # the loop has been closed
-                    loop.call_soon_threadsafe(_resolve, outcomes, self._timeline, began)
+                    loop.call_soon_threadsafe(_resolve, results, self._timeline, began)
 
     def _die(self, cause: BaseException) -> None:
         """The executor cannot continue: fail everything, refuse everything."""
@@ -609,8 +609,8 @@ def died(message: str, cause: BaseException) -> EngineDeadError:
     return error
 
 
-def _resolve(outcomes: Sequence[tuple[Future[Any], Any]], timeline: Timeline, began: float) -> None:
-    for future, result in outcomes:
+def _resolve(results: Sequence[tuple[Future[Any], Any]], timeline: Timeline, began: float) -> None:
+    for future, result in results:
         try:
             if isinstance(result, Exception):
                 future.set_exception(result)
@@ -622,7 +622,7 @@ def _resolve(outcomes: Sequence[tuple[Future[Any], Any]], timeline: Timeline, be
             # An asyncio future takes no StopIteration; the futures after it must not wait for ever
             refused.__cause__ = result
             future.set_exception(refused)
-    timeline.add("delivery", began, answers=len(outcomes))
+    timeline.add("delivery", began, answers=len(results))
 
 
 def another(error: Exception) -> Exception:

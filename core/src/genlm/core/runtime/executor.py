@@ -73,18 +73,18 @@ class EngineExecutor:
         began = self.timeline.clock()
         # Read first: what is dropped after this line must not be kept.
         generation = self.cache.generation
-        answers, asked = self._known(newcomers)
+        known, asked = self._known(newcomers)
         self.timeline.add("caching", began)
         if self.engine.continuous and not (asked and self.lane(asked[0]) in (DRAWS, SCORES)):
             self._in_flight.update(dict.fromkeys(asked, generation))
-            results = self._advance(asked, dropped)
+            answers = self._advance(asked, dropped)
         else:
-            results = evaluate_isolated(self._batch, asked)
-            self._keep(results, generation)
-        for i, (request, result) in enumerate(results):
+            answers = evaluate_isolated(self._batch, asked)
+            self._keep(answers, generation)
+        for i, (request, result) in enumerate(answers):
             if isinstance(result, Exception):
-                results[i] = request, self._explained(query_of(request), result)
-        return answers + results
+                answers[i] = request, self._explained(query_of(request), result)
+        return known + answers
 
     def wake(self) -> None:
         """Make the current step return early, if the engine can. On any thread."""
@@ -121,14 +121,14 @@ class EngineExecutor:
                 known.append((request, row))
         return known, asked
 
-    def _keep(self, results: Answers[Request], generation: int) -> None:
+    def _keep(self, answers: Answers[Request], generation: int) -> None:
         """Keep rows in the cache, but cold ones."""
         if self.cache.maxsize == 0:
             return
         began = self.timeline.clock()
         rows = [
             (request, result)
-            for request, result in results
+            for request, result in answers
             if isinstance(request, Query) and not (request.cold or isinstance(result, Exception))
         ]
         try:
@@ -160,7 +160,7 @@ class EngineExecutor:
         for request in newcomers:
             of[type(request)].append(request)
         try:
-            results, failed = self._called(
+            answers, failed = self._called(
                 "genlm_step",
                 newcomers,
                 # Tuples: what a hook took out of lists would be lost, what it sorted mixed up.
@@ -178,7 +178,7 @@ class EngineExecutor:
         self._in_flight.update((r, error) for r, error in failed.items() if r in self._in_flight)
         finished: Answers[Request] = []
         kept = defaultdict[int, Answers[Request]](list)  # by their generation when admitted
-        for answer in results:
+        for answer in answers:
             request = answer[0]
             admitted = self._in_flight.pop(request, None)
             if isinstance(admitted, int):
@@ -188,8 +188,8 @@ class EngineExecutor:
                 finished.append((request, admitted))
             elif request not in dropped:
                 raise self._unasked(request)
-        for generation, answers in kept.items():
-            self._keep(answers, generation)
+        for generation, some in kept.items():
+            self._keep(some, generation)
         return finished
 
     def _unasked(self, request: Request) -> PluginError:
@@ -215,8 +215,10 @@ class EngineExecutor:
                 hook = "genlm_sequence_logprobs"
                 arguments["continuations"] = tuple(r.continuation for r in requests)
                 arguments["width"] = self.engine.width
-        results, failed = self._called(hook, requests, **arguments)
-        return [(r, failed.get(query_of(r), given)) for r, given in results] if failed else results
+        answers, failed = self._called(hook, requests, **arguments)
+        if not failed:
+            return answers
+        return [(request, failed.get(query_of(request), own)) for request, own in answers]
 
     # --- both -------------------------------------------------------------------------------------
 

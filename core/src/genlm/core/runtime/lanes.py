@@ -25,17 +25,17 @@ Future = asyncio.Future[T] | concurrent.futures.Future[T]
 
 
 class Call(Generic[T]):
-    """One caller, who waits for the answers to some requests.
+    """One caller, who waits for the results of some requests.
 
     Args:
         requests: One at least.
-        future: Gets what ``combine`` makes of the answers, or the first error.
-        combine: Makes the result, on the engine thread. Answers are shared with other callers and
-            with the cache, so it copies them. See :func:`results_of`.
+        future: Gets what ``combine`` makes of the results, or the first error.
+        combine: Makes what the caller gets, on the engine thread. Results are shared with other
+            callers and with the cache, so it copies them. See :func:`combined`.
         loop: The event loop of the future; ``None`` for a plain thread.
     """
 
-    __slots__ = ("answers", "combine", "error", "future", "left", "loop", "requests")
+    __slots__ = ("combine", "error", "future", "left", "loop", "requests", "results")
 
     def __init__(
         self,
@@ -49,29 +49,29 @@ class Call(Generic[T]):
         self.combine = combine
         self.loop = loop
         self.left = len(requests)
-        self.answers: list[Any] = [None] * self.left
+        self.results: list[Any] = [None] * self.left
         self.error: Exception | None = None
 
-    def give(self, at: int, answer: Any) -> bool:
-        """Take the answer to one of the requests. Returns whether the call ends with it: whether
+    def give(self, at: int, result: Any) -> bool:
+        """Take the result of one of the requests. Returns whether the call ends with it: whether
         it was the last."""
-        self.answers[at] = answer
+        self.results[at] = result
         self.left -= 1
         return not self.left and self.error is None
 
     def fail(self, error: Exception) -> bool:
-        """Take an error in place of an answer. Returns whether the call ends with it."""
+        """Take an error in place of a result. Returns whether the call ends with it."""
         if self.error is not None:
             return False
         self.error = error
         return True
 
-    def result(self) -> T | Exception:
+    def combined(self) -> T | Exception:
         """What the caller gets."""
         if self.error is not None:
             return self.error
         try:
-            return self.combine(self.answers)
+            return self.combine(self.results)
         except Exception as error:  # no memory for the copy: only this caller fails
             return error
 
@@ -118,24 +118,9 @@ def let_go(error: BaseException) -> None:
                     frame.clear()
 
 
-class Copy:
-    """Makes the caller's own copy of the one row that was asked. Many copies are made together."""
-
-    def __call__(self, answers: Sequence[Any]) -> Any:
-        (row,) = answers
-        return row.clone()
-
-    @staticmethod
-    def together(calls: Sequence[tuple[Copy, Sequence[Any]]]) -> Sequence[Any]:
-        return copies_of([row for _, (row,) in calls])
-
-
-the_copy = Copy()
-
-
-def results_of(calls: Sequence[Call[Any]]) -> list[Any]:
-    """What each caller gets. What their results are made with may have a ``together``, which makes
-    many: it gets each with the answers."""
+def combined(calls: Sequence[Call[Any]]) -> list[Any]:
+    """What each caller gets. A ``combine`` may have a ``together``, which makes what many callers
+    get: it takes each of theirs, with the results."""
     alike: dict[Any, list[Call[Any]]] = {}
     for call in calls:
         if call.error is None and (together := getattr(call.combine, "together", None)) is not None:
@@ -143,28 +128,28 @@ def results_of(calls: Sequence[Call[Any]]) -> list[Any]:
     made: dict[Call[Any], Any] = {}
     for together, some in alike.items():
         with contextlib.suppress(Exception):  # no memory for all of them: each tries alone
-            results = together([(call.combine, call.answers) for call in some])
-            made.update(zip(some, results, strict=True))
-    return [made[call] if call in made else call.result() for call in calls]
+            given = together([(call.combine, call.results) for call in some])
+            made.update(zip(some, given, strict=True))
+    return [made[call] if call in made else call.combined() for call in calls]
 
 
-#: The calls that wait for a request, and the place of its answer in each.
+#: The calls that wait for a request, and the place of its result in each.
 Callers = list[tuple[Call[Any], int]]
 
 
 def keep_own(given: Callers) -> None:
-    """Have calls that wait for further answers keep copies of the rows that they were given: views
+    """Have calls that wait for further results keep copies of the rows that they were given: views
     would keep all rows of each of their steps."""
     parts: Callers = []
     for call, at in given:
         if call.left and call.future.done():  # its caller has gone
-            call.answers[at] = None
-        elif call.left and is_part(call.answers[at]):
+            call.results[at] = None
+        elif call.left and is_part(call.results[at]):
             parts.append((call, at))
     with contextlib.suppress(Exception):  # no memory for the copies: the views stay
-        own = copies_of([call.answers[at] for call, at in parts])
+        own = copies_of([call.results[at] for call, at in parts])
         for (call, at), row in zip(parts, own, strict=True):
-            call.answers[at] = row
+            call.results[at] = row
 
 
 #: Requests, in the order asked, each with its callers.
