@@ -167,19 +167,19 @@ def _drawn(
     rows = rows.detach()
     greatest = rows.amax(-1, keepdim=True)
     if how[0] == 0:
-        drawn, shares = rows.argmax(-1, keepdim=True), torch.ones_like(greatest)
+        drawn, shares = rows.argmax(-1, keepdim=True), torch.ones_like(greatest).double()
     else:
         weights = _weights(rows, greatest, *how)
         mass = weights.cumsum(-1)
+        whole = mass[:, -1:]
         # The first token whose cumulative mass exceeds the point, so that one without mass is never
         # drawn.
-        drawn = torch.searchsorted(mass, numbers * mass[:, -1:], right=True)
+        drawn = torch.searchsorted(mass, numbers * whole, right=True)
         drawn.clamp_(max=rows.shape[-1] - 1)
         if not on_cpu(rows.device):  # sums made in parallel may fall in their last bits
             drawn = drawn.where(weights.gather(-1, drawn) > 0, rows.argmax(-1, keepdim=True))
-        shares = weights.gather(-1, drawn) / mass[:, -1:]
-    found = greatest, drawn, rows.gather(-1, drawn), shares.log()
-    return torch.cat([each.double() for each in found], -1)
+        shares = weights.gather(-1, drawn) / whole
+    return torch.cat([greatest, drawn, rows.gather(-1, drawn), shares.log()], -1)
 
 
 def _weights(
