@@ -13,10 +13,15 @@ from genlm.core.types import Query, Request, SampleRequest, SamplingParams, Scor
 
 
 class Driven:
-    """An engine, with its own attributes, and what all that is asked of it says."""
+    """An engine, with its own attributes, and what all that is asked of it says.
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    Args:
+        engine: The engine.
+        width: How many token ids are not padding, if not all.
+    """
+
+    def __init__(self, engine: Any, width: int | None = None) -> None:
+        self.engine, self.width = engine, width or engine.vocab_size
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -27,7 +32,7 @@ class Driven:
         for request in newcomers:
             kinds[type(request)].append(request)
         queries, samples, scores = kinds.values()
-        asked = {"queries": queries, "samples": samples, "scores": scores}
+        asked = {"queries": queries, "samples": samples, "scores": scores, "width": self.width}
         answers = call(self.engine, "genlm_step", **asked, dropped=list(dropped))
         return {answer.request: answer.result for answer in answers}
 
@@ -39,11 +44,10 @@ class Driven:
         return [answers[request] for request in requests]
 
     def check_frequencies(self, query: Query, **cut: Any) -> None:
-        """Its own draws of a token come at the frequencies of the row, without what the tokenizer
-        has not."""
+        """Its own draws of a token come at the frequencies of the row, without padding."""
         params = SamplingParams(max_tokens=1, **cut)
         (row,) = self.ask(query)
-        mass = (row[: len(self.tokenizer)].double() / params.temperature).softmax(0)
+        mass = (row[: self.width].double() / params.temperature).softmax(0)
         kept = mass.argsort(descending=True)[: params.top_k]
         kept = kept[: int((mass[kept].cumsum(0) < (params.top_p or 1)).sum()) + 1]
         left = torch.zeros_like(mass).index_copy(0, kept, mass[kept] / mass[kept].sum())

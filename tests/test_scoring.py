@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genlm.core import AsyncLM, InvalidOptionError, InvalidQueryError, MockAsyncLM, hookimpl
-from genlm.core.mock import ByteTokenizer, MockEngine
+from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
 from genlm.core.scoring import rolling_windows
 
 from .doubles import Processor
@@ -69,6 +69,30 @@ def test_an_engine_scores_among_the_tokens_of_the_tokenizer():
         rows = lm.batch_next_token_logprobs_sync([[1], [1, 5], [1, 5, 9]])
         scores = lm.sequence_logprobs_sync([1], [5, 9, 200])
     assert Padded.widths == [258]
+    torch.testing.assert_close(scores, rows[range(3), [5, 9, 200]])
+
+
+@pytest.mark.parametrize("names_width", [True, False])
+def test_steps_that_know_the_width_score_among_the_tokens_of_the_tokenizer(names_width):
+    class Steps(ContinuousMockEngine):
+        def __init__(self):
+            super().__init__(ByteTokenizer())
+            self.vocab_size = 264
+
+        def _score(self, query, tail):
+            rows = [self.row(query.extended(tail[:at]))[: self.width] for at in range(len(tail))]
+            return torch.stack(rows).log_softmax(-1)[range(len(tail)), tail]
+
+    class Knowing(Steps):
+        @hookimpl
+        def genlm_step(self, queries, samples, scores, dropped, width):
+            self.width = width
+            return super().genlm_step(queries, samples, scores, dropped)
+
+    with AsyncLM(Knowing if names_width else Steps, backend="padded") as lm:
+        scores = lm.sequence_logprobs_sync([1], [5, 9, 200])
+        assert lm.stats.scores == names_width
+        rows = lm.batch_next_token_logprobs_sync([[1], [1, 5], [1, 5, 9]])
     torch.testing.assert_close(scores, rows[range(3), [5, 9, 200]])
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from genlm.core import Query, SamplingParams
-from genlm.core.types import SampleRequest
+from genlm.core import Query
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +78,6 @@ def test_rows_are_read_before_anything_can_change_them(hooks, contexts, referenc
         rows = hooks.rows(asked)
     assert spoiled
     torch.testing.assert_close(rows, reference(asked), atol=1e-4, rtol=0)
-
-
-def test_a_draw_that_could_be_padding_is_left_to_the_core(hooks):
-    request = SampleRequest(Query((1, 2, 3)), SamplingParams(max_tokens=2))
-    assert hooks.ask(request) == [None]
 
 
 def test_sglang_computes_on_its_stream_which_waits_for_ours_and_ours_for_it(

@@ -28,13 +28,24 @@ ATOL = 5e-4
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_path):
+def padded_path(make_tiny, tiny_path):
+    """A small model with more rows in its embeddings than its tokenizer has tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    folder = make_tiny("Llama", vocab_size=len(tokenizer) + 64)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(padded_path):
     """The rows of transformers after every token of the prompt and one more."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(padded_path, dtype=torch.float32)
     with torch.no_grad():
-        return model(torch.tensor([[*PROMPT, 7]])).logits[0].log_softmax(-1)
+        return model(torch.tensor([[*PROMPT, 7]])).logits[0, :, :-64].log_softmax(-1)
 
 
 def check(lm: AsyncLM, expected: torch.Tensor) -> None:
@@ -44,6 +55,7 @@ def check(lm: AsyncLM, expected: torch.Tensor) -> None:
     batch = lm.batch_next_token_logprobs_sync([[*PROMPT, 7], PROMPT[:30], PROMPT])
     torch.testing.assert_close(batch[[2, 0]], expected[-2:], atol=ATOL, rtol=0)
     scores = asyncio.run(lm.sequence_logprobs(PROMPT[:10], PROMPT[10:]))
+    assert lm.stats.scores == 1, "vLLM's own"
     entries = expected[9:39].gather(1, torch.tensor(PROMPT[10:])[:, None])[:, 0]
     torch.testing.assert_close(scores, entries, atol=ATOL, rtol=0)
 
@@ -71,11 +83,13 @@ def dies_clearly(lm: AsyncLM, victim: int) -> None:
             lm.next_token_logprobs_sync(ids)
 
 
-def test_two_tensor_parallel_workers(tiny_path, expected, monkeypatch):
+def test_two_tensor_parallel_workers(padded_path, expected, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     before = {child.pid for child in multiprocessing.active_children()}
     copied = copies(monkeypatch)
-    with AsyncVirtualLM.from_name(tiny_path, engine_opts=SMALL | {"tensor_parallel_size": 2}) as lm:
+    with AsyncVirtualLM.from_name(
+        padded_path, engine_opts=SMALL | {"tensor_parallel_size": 2}
+    ) as lm:
         workers = [
             child.pid for child in multiprocessing.active_children() if child.pid not in before
         ]
@@ -85,9 +99,9 @@ def test_two_tensor_parallel_workers(tiny_path, expected, monkeypatch):
         dies_clearly(lm, workers[1])
 
 
-def test_an_engine_core_in_a_process_of_its_own(tiny_path, expected, monkeypatch):
+def test_an_engine_core_in_a_process_of_its_own(padded_path, expected, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    with AsyncVirtualLM.from_name(tiny_path, engine_opts=SMALL) as lm:
+    with AsyncVirtualLM.from_name(padded_path, engine_opts=SMALL) as lm:
         (core,) = [
             child.pid
             for child in psutil.Process().children()

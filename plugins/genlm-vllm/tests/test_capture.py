@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from genlm.vllm.capture import ROW_KEY, WIDTH_KEY, RowCapture, RowStore
+from genlm.vllm.capture import ROW_KEY, RowCapture, RowStore
 from genlm.vllm.worker import ROWS as ROWS_OF_WORKERS
 from genlm.vllm.worker import RowAccess
 
@@ -73,14 +73,6 @@ def test_v2_finds_rows_by_slot():
     assert not processor.add_request(3, wants())
     rows = applied(processor, SimpleNamespace(idx_mapping_np=np.array([9, 3, 5])))
     assert torch.equal(rows(1, 2), ROWS[[2, 0]])
-
-
-def test_padding_is_never_drawn():
-    processor = capture()
-    processor.update_state(update(added=[(1, wants(**{WIDTH_KEY: 10}))]))
-    expected = LOGITS.clone()
-    expected[1, 10] = -torch.inf
-    assert torch.equal(processor.apply(LOGITS.clone()), expected)
 
 
 def test_of_workers_that_have_the_same_rows_one_sends_them():

@@ -18,10 +18,11 @@ from genlm.core.errors import EngineDeadError, EngineError, InvalidOptionError, 
 from genlm.core.types import Query, SamplingParams, ScoreRequest
 from genlm.vllm import in_flight
 from genlm.vllm.internals import EngineCore, logits_processor_interfaces
+from genlm.vllm.rows import LocalRows
 from genlm.vllm.scoring import worth_scoring
 from tests.adapter_outcomes import reference_rows
 
-from .driven import text
+from .driven import DrivenVllm, text
 
 ATOL = 5e-4  # float32, on prompts computed in other chunks
 
@@ -260,8 +261,40 @@ def test_what_vllm_would_draw_wrongly_on_a_cpu_is_left_to_the_core(engine, param
 
 @pytest.mark.parametrize("cut", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.5}])
 def test_draws_come_at_the_frequencies_of_the_row(engine, cut):
-    """The tokenizer has fewer tokens than the row: what it has not is never drawn."""
     engine.check_frequencies(Query(text(0, 10)), **cut)
+
+
+# --- padded embeddings ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def padded(load_for_module):
+    """More ids than the tokenizer has tokens, because it has none for some ids, and then padding
+    behind its last."""
+    return DrivenVllm(load_for_module().engine, width=900)
+
+
+@pytest.mark.parametrize("cut", [{"temperature": 2.0}, {"top_k": 300}])
+def test_padding_is_never_drawn(padded, cut):
+    padded.check_frequencies(Query(text(0, 10)), **cut)
+
+
+def test_padding_has_no_mass_in_rows_and_scores(padded):
+    context, continuation = (100, 101, 1700), (899, *range(200, 230))
+    (scores,) = padded.score([Query(context)], [continuation])
+    for at, (score, token_id) in enumerate(zip(scores, continuation, strict=True)):
+        (row,) = padded.ask(Query(context + continuation[:at], cold=True))
+        assert float(row[:900].logsumexp(0)) == pytest.approx(0, abs=ATOL)
+        assert float(score) == pytest.approx(float(row[token_id]), abs=ATOL)
+
+
+def test_where_padding_cannot_be_hidden_all_is_left_to_rows(load_briefly, monkeypatch):
+    monkeypatch.setattr(LocalRows, "hide_padding", lambda self, model, width: None)
+    engine = DrivenVllm(load_briefly().engine, width=900)
+    assert engine.draw([Query(text(0, 5))], [SamplingParams(max_tokens=3)]) == [None]
+    assert engine.score([Query(text(0, 5))], [text(1, 20)]) == [None]
+    (row,) = engine.ask(Query(text(0, 5)))
+    assert row.isfinite().all()
 
 
 # --- scoring --------------------------------------------------------------------------------------

@@ -366,6 +366,7 @@ class Program:
             samples=samples,
             scores=scores,
             dropped=dropped,
+            width=self.engine.vocab_size,
         )
         return answers
 

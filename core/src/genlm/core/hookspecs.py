@@ -176,6 +176,7 @@ def genlm_step(
     samples: Sequence[SampleRequest],
     scores: Sequence[ScoreRequest],
     dropped: Sequence[Request],
+    width: int,
 ) -> Sequence[Answer]:
     """Admit new requests, drop unwanted ones, advance the engine by one step, and return what that
     step finished.
@@ -197,6 +198,9 @@ def genlm_step(
         dropped: Requests in flight, of any kind, whose callers have all gone. Drop them now and
             never answer them; an answer in this same step is ignored. An engine that does not name
             ``dropped`` computes them to the end.
+        width: How many ids the tokenizer has. Scores are normalised over these, or declined. An
+            engine that does not name ``width`` is asked for no scores where ``vocab_size`` exceeds
+            it (padded embeddings).
 
     Returns:
         One :class:`~genlm.core.types.Answer` for each request that is finished: its result, its
@@ -318,8 +322,7 @@ def genlm_sequence_logprobs(
     Continuations are not empty, and context plus continuation without its last token fits
     ``max_context``. Without an implementation, or on ``None``, the core asks for one row per token.
     So it does where ``vocab_size`` exceeds ``width`` (padded embeddings), if an implementation
-    leaves this argument out: it normalises over ``vocab_size`` then. So do the scores of
-    ``genlm_step``, which are not asked for there.
+    leaves this argument out: it normalises over ``vocab_size`` then.
     """
 
 

@@ -168,6 +168,7 @@ class EngineExecutor:
                 samples=tuple(of[SampleRequest]),
                 scores=tuple(of[ScoreRequest]),
                 dropped=tuple(dropped),
+                width=self.engine.width,
             )
         except (EngineDeadError, PluginError):
             raise

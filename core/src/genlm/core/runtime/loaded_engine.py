@@ -97,7 +97,9 @@ class LoadedEngine:
         over = "width" if self.vocab_size > self.width else None  # else padding has mass in scores
         hooks = {"samples": ("genlm_sample", None), "scores": ("genlm_sequence_logprobs", over)}
         for kind, (hook, needed) in hooks.items():
-            in_steps = self.supports("genlm_step", kind) and not needed
+            in_steps = self.supports("genlm_step", kind) and (
+                needed is None or self.supports("genlm_step", needed)
+            )
             if not processes and (in_steps or self.supports(hook, needed)):
                 self.native[kind] = "genlm_step" if in_steps else hook
         called = {evaluates, *self.native.values(), *([PROCESSOR] if processes else ())}

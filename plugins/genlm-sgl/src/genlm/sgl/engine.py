@@ -21,7 +21,7 @@ from genlm.sgl.sampling import native_draw
 
 log = get_logger()
 
-#: A request that shows whether the scheduler still works.
+#: A request that shows whether the scheduler works.
 PROBE = Query(token_ids=(0,), cold=True)
 
 
@@ -29,7 +29,8 @@ class SglEngine:
     """One model in SGLang's scheduler, which admits new requests between its steps.
 
     Attributes:
-        gives_scores: Whether SGLang is asked for scores: with LoRA they are read from rows.
+        gives_scores: Whether SGLang is asked for scores: with LoRA they are read from rows, and
+            where they would have mass on padding.
     """
 
     gives_scores = True
@@ -47,6 +48,7 @@ class SglEngine:
         self._newcomers = Newcomers(scheduler, forward_worth(device.type))
         self._pinned: dict[Query, Any] = {}
         self._asked = 0
+        self._width = self.vocab_size  # token ids from there on are padding
 
     # --- evaluation -------------------------------------------------------------------------------
 
@@ -58,8 +60,11 @@ class SglEngine:
         samples: Sequence[SampleRequest],
         scores: Sequence[ScoreRequest],
         dropped: Sequence[Request],
+        width: int,
     ) -> list[Answer]:
         try:
+            if width < self._width:  # in the first step
+                self._hide_padding(width)
             self._drop(dropped)
             answers = self._receive(queries, samples, scores)
             self._newcomers.admit()
@@ -89,11 +94,18 @@ class SglEngine:
                 declined.append(Answer(score, None))
         for request in samples:
             draw = native_draw(request.params, self.scheduler.stop_token_ids)
-            if draw is None or self.vocab_size > len(self.tokenizer):  # it would draw padding
+            if draw is None:
                 declined.append(Answer(request, None))
             else:
                 self._take(request, request.query, draw=draw)
         return declined
+
+    def _hide_padding(self, width: int) -> None:
+        """Let no padding have any mass, and see whether that is so."""
+        self._width = width
+        self.scheduler.hide_padding(width)
+        row = self.evaluate_alone(PROBE)
+        self.gives_scores &= bool((row[width:] == -torch.inf).all())
 
     def _drop(self, requests: Sequence[Request]) -> None:
         """Release requests that no longer have callers."""
@@ -162,9 +174,9 @@ class SglEngine:
 
     def evaluate_alone(self, query: Query) -> Any:
         """The row of a query while nothing else is in flight."""
-        answers = self.genlm_step([query], [], [], [])
+        answers = self.genlm_step([query], [], [], [], self._width)
         while not answers:
-            answers = self.genlm_step([], [], [], [])
+            answers = self.genlm_step([], [], [], [], self._width)
         if isinstance(answers[0].result, Exception):
             raise answers[0].result
         return answers[0].result

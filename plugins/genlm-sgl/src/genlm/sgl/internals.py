@@ -65,6 +65,7 @@ class Scheduler:
         self._rows: torch.Tensor | None = None
         #: The keys of the requests whose prompts are not computed.
         self.computing: set[str] = set()
+        self._width = self.vocab_size  # token ids from there on are padding
         sampler = self._scheduler.tp_worker.model_runner.sampler
         sampler.register_forward_pre_hook(self._before_sampling)
 
@@ -131,6 +132,18 @@ class Scheduler:
         """See :func:`genlm.sgl.repairs.repair`."""
         backend = self._scheduler.tp_worker.model_runner.attn_backend
         return repair(self.model, settings, attention.is_installed(backend))
+
+    def hide_padding(self, width: int) -> None:
+        """Let no token id from ``width`` on be drawn, nor have any mass where prompts are computed:
+        in their scores, if this SGLang makes their logits where it is expected."""
+        self._width = width
+        processor: Any = getattr(self.model, "logits_processor", None)
+        if (own := getattr(processor, "_get_logits", None)) is not None:
+            processor._get_logits = lambda *args, **how: self._without_padding(own(*args, **how))
+
+    def _without_padding(self, logits: torch.Tensor) -> torch.Tensor:
+        logits[..., self._width :] = -torch.inf
+        return logits
 
     # --- the journey of a request -----------------------------------------------------------------
 
@@ -242,8 +255,9 @@ class Scheduler:
             self._scheduler.abort_request(AbortReq(rid=key))
 
     def _before_sampling(self, sampler: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        logits = self._without_padding(arguments[0].next_token_logits)
         if self._rows_wanted:
-            self._rows = _log_probabilities(arguments[0].next_token_logits)
+            self._rows = _log_probabilities(logits)
 
     def refuse_next(self) -> tuple[str, int]:
         """Drop the request that the scheduler would have taken first.

@@ -12,14 +12,12 @@ request is the last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 ROW_KEY = "genlm_row"  # str: keep the row under this key
-# int: draw only token ids below this; the rest is padding of the embedding matrix.
-WIDTH_KEY = "genlm_width"
 
 
 class RowStore:
@@ -42,14 +40,13 @@ class RowStore:
 
 
 class RowCapture:
-    """A logits processor that copies rows and, for requests with a width, hides the padding. It
-    changes nothing else."""
+    """A logits processor that copies rows. It changes nothing."""
 
     store: RowStore
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
         # By slot: the row of the batch in V1, a request's slot in V2.
-        self._wishes: dict[int, Mapping[str, Any]] = {}
+        self._keys: dict[int, str] = {}
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -66,45 +63,55 @@ class RowCapture:
         if batch_update is None:
             return
         for slot in batch_update.removed:
-            self._wishes.pop(slot, None)
+            self._keys.pop(slot, None)
         for slot, params, _prompt, _output in batch_update.added:
             self.add_request(slot, params)
         for source, target, direction in batch_update.moved:
-            moved, displaced = self._wishes.pop(source, None), self._wishes.pop(target, None)
+            moved, displaced = self._keys.pop(source, None), self._keys.pop(target, None)
             if moved is not None:
-                self._wishes[target] = moved
+                self._keys[target] = moved
             if displaced is not None and direction.name == "SWAP":
-                self._wishes[source] = displaced
+                self._keys[source] = displaced
 
     def add_request(self, slot: int, params: Any) -> bool:
         """V2: a request enters a slot. ``True`` where :meth:`apply` must see its logits."""
-        wishes = params.extra_args or {}
-        wanted = ROW_KEY in wishes or WIDTH_KEY in wishes
-        if wanted:
-            self._wishes[slot] = wishes
+        key = (params.extra_args or {}).get(ROW_KEY)
+        if key is None:
+            self._keys.pop(slot, None)
         else:
-            self._wishes.pop(slot, None)
-        return wanted
+            self._keys[slot] = key
+        return key is not None
 
     def apply(self, logits: torch.Tensor, context: Any = None) -> torch.Tensor:
         """Both: ``logits`` is ``[requests, vocab_size]`` float32, before temperature; only V2 gives
         ``context``."""
-        if not self._wishes:
+        if not self._keys:
             return logits
         slots = range(logits.shape[0]) if context is None else context.idx_mapping_np.tolist()
         rows: list[int] = []
         keys: list[str] = []
         for row, slot in enumerate(slots):
-            wishes = self._wishes.get(slot, {})
-            if ROW_KEY in wishes:
+            if (key := self._keys.get(slot)) is not None:
                 rows.append(row)
-                keys.append(wishes[ROW_KEY])
-            if WIDTH_KEY in wishes:
-                logits[row, wishes[WIDTH_KEY] :] = -torch.inf
+                keys.append(key)
         if rows:
             chosen = logits if len(rows) == logits.shape[0] else logits[rows]
             self.store.put(keys, torch.log_softmax(chosen, dim=-1, dtype=torch.float32))
         return logits
+
+
+def hide_padding(model: Any, width: int) -> None:
+    """Let no token id from ``width`` on have any mass in a model's logits, from which vLLM makes
+    rows, draws and the log-probabilities of prompts."""
+    own = model.compute_logits
+
+    def compute_logits(*args: Any, **options: Any) -> torch.Tensor | None:
+        logits: torch.Tensor | None = own(*args, **options)
+        if logits is not None:  # which only the first of some workers has
+            logits[..., width:] = -torch.inf
+        return logits
+
+    model.compute_logits = compute_logits
 
 
 def capture_into(rows: RowStore) -> type:

@@ -54,6 +54,8 @@ class VllmEngine:
         self._core, self._rows, self._sessions = core, rows, sessions
         self._in_flight = RequestsInFlight(core, sessions.held)
         self._numbers = itertools.count(1)
+        self._width = self.vocab_size  # token ids from there on are padding
+        self._hides_padding = True
 
     # --- rows, draws and scores -------------------------------------------------------------------
 
@@ -64,8 +66,11 @@ class VllmEngine:
         samples: Sequence[SampleRequest],
         scores: Sequence[ScoreRequest],
         dropped: Sequence[Request],
+        width: int,
     ) -> list[Answer]:
         with lower("max_num_batched_tokens or max_num_seqs"), self._all_or_nothing():
+            if width < self._width:  # in the first step
+                self._hide_padding(width)
             self._drop(dropped)
             answers = self._receive([*queries, *samples, *scores])
             self._make_room()
@@ -88,14 +93,21 @@ class VllmEngine:
         return declined
 
     def _worth_scoring(self, scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
-        return worth_scoring(scores, self._core)
+        return worth_scoring(scores, self._core) if self._hides_padding else []
+
+    def _hide_padding(self, width: int) -> None:
+        """Let no padding have any mass, and see whether that is so."""
+        self._width = width
+        self._rows.hide_padding(self.model, width)
+        row = self.evaluate_alone(Query((0,), cold=True))
+        self._hides_padding = bool((row[width:] == -torch.inf).all())
 
     def _is_native(self, request: Request, scores: Container[ScoreRequest]) -> bool:
         """Whether vLLM answers this itself, exactly and at less cost than rows; of scores it does
         these."""
         match request:
             case SampleRequest():
-                return vllm_draws(request, self._core)
+                return self._hides_padding and vllm_draws(request, self._core)
             case ScoreRequest():
                 return request in scores
         return True
@@ -130,7 +142,7 @@ class VllmEngine:
     def _params(self, request: VllmRequest) -> Any:
         match request.request:
             case SampleRequest(_, params):
-                return draw_params(params, len(self.tokenizer))
+                return draw_params(params)
             case ScoreRequest():
                 return score_params(request.request_id, request.reads)
         return row_params(request.request_id)
@@ -221,9 +233,9 @@ class VllmEngine:
 
     def evaluate_alone(self, query: Query) -> torch.Tensor:
         """The row of a query, while nothing else is in flight."""
-        answers = self.genlm_step([query], [], [], [])
+        answers = self.genlm_step([query], [], [], [], self._width)
         while not answers:
-            answers = self.genlm_step([], [], [], [])
+            answers = self.genlm_step([], [], [], [], self._width)
         result: torch.Tensor | Exception = answers[0].result
         if isinstance(result, Exception):
             raise result

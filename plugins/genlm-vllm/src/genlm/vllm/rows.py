@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm.vllm.capture import RowStore
+from genlm.vllm.capture import RowStore, hide_padding
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.streams import used_here
 
@@ -41,6 +41,10 @@ class LocalRows:
         """What users get as the underlying model: the ``torch.nn.Module`` itself."""
         return llm.collective_rpc("get_model")[0]
 
+    def hide_padding(self, model: Any, width: int) -> None:
+        """See :func:`genlm.vllm.capture.hide_padding`."""
+        hide_padding(model, width)
+
 
 class WorkerRows:
     """The model runs in worker processes: one of them sends all rows of a step together to this
@@ -68,6 +72,9 @@ class WorkerRows:
     def model(self, llm: Any) -> Any:
         """The ``vllm.LLM``: the modules are in the workers."""
         return llm
+
+    def hide_padding(self, model: Any, width: int) -> None:
+        self._core.call_workers("genlm_hide_padding", width)
 
 
 Rows = LocalRows | WorkerRows

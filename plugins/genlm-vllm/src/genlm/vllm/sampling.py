@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from genlm.core.types import SampleRequest, SamplingParams
-from genlm.vllm.capture import ROW_KEY, WIDTH_KEY
+from genlm.vllm.capture import ROW_KEY
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.newcomers import READS_KEY
 
@@ -30,11 +30,10 @@ def score_params(key: str, reads: int) -> Any:
     return params
 
 
-def draw_params(params: SamplingParams, width: int) -> Any:
-    """One continuation, of token ids below ``width``: the tokenizer's vocabulary, without the
-    model's padding."""
+def draw_params(params: SamplingParams) -> Any:
+    """One continuation."""
     return _params(
-        {WIDTH_KEY: width},
+        {},
         max_tokens=params.max_tokens,
         temperature=params.temperature,
         top_k=params.top_k or 0,

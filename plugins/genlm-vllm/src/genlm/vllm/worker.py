@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from genlm.vllm.capture import RowStore, capture_into
+from genlm.vllm.capture import RowStore, capture_into, hide_padding
 from genlm.vllm.internals import groups_of_layers
 
 ROWS = RowStore()
@@ -42,6 +42,10 @@ class RowAccess:
 
     def genlm_clear_rows(self) -> None:
         ROWS.clear()
+
+    def genlm_hide_padding(self, width: int) -> None:
+        """See :func:`genlm.vllm.capture.hide_padding`."""
+        hide_padding(self.model_runner.model, width)
 
     def genlm_groups_of_layers(self) -> list[tuple[int, int, bool]]:
         """See :func:`genlm.vllm.internals.groups_of_layers`."""

@@ -1,0 +1,56 @@
+"""Padded embeddings: more ids than the tokenizer has tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from genlm.core import Query, SamplingParams
+from genlm.core.types import SampleRequest, ScoreRequest
+
+from .conftest import TOKENS, WIDTH, Hooks
+
+ENDS = (*range(200, 220), TOKENS - 1, 5)
+
+
+@pytest.fixture
+def padded(load_tiny):
+    return Hooks(load_tiny().engine, width=TOKENS)
+
+
+def test_padding_has_no_mass_in_rows_draws_and_scores(padded, contexts, reference):
+    (context,) = contexts(1, 10, 10)
+    (scores,) = padded.ask(ScoreRequest(Query(context), ENDS))
+    before = [context + ENDS[:at] for at in range(len(ENDS))]
+    rows = padded.rows(before)
+    expected = reference(before)[:, :TOKENS].log_softmax(-1)
+    torch.testing.assert_close(rows[:, :TOKENS], expected, atol=1e-4, rtol=0)
+    assert (rows[:, TOKENS:] == -torch.inf).all()
+    torch.testing.assert_close(scores, expected[range(len(ENDS)), ENDS], atol=2e-4, rtol=0)
+    torch.manual_seed(0)
+    padded.check_frequencies(Query(context))
+    padded.check_frequencies(Query(context), temperature=2.0)
+
+
+def test_draws_beside_rows(padded, contexts):
+    """Whose logits SGLang's sampler overwrites."""
+    (context,) = contexts(1, 10, 10)
+    draws = [SampleRequest(Query(context), SamplingParams(max_tokens=200)) for _ in range(4)]
+    row, *drawn = padded.ask(Query(context), *draws)
+    assert max(map(max, drawn)) < TOKENS
+    assert (row[TOKENS:] == -torch.inf).all()
+
+
+def test_where_padding_cannot_be_hidden_scores_are_left_to_rows(load_tiny, contexts):
+    padded = Hooks(load_tiny().engine, width=TOKENS)
+    processor, padded.model.logits_processor = padded.model.logits_processor, Without()
+    processor_of = lambda *given, **how: processor(*given, **how)  # noqa: E731
+    padded.model.logits_processor.forward = processor_of
+    (context,) = contexts(1, 10, 10)
+    request = ScoreRequest(Query(context), ENDS)
+    assert padded.ask(request) == [None]
+    assert padded.rows([context]).shape == (1, WIDTH)
+
+
+class Without(torch.nn.Module):
+    """A module without what is expected of a logits processor."""
