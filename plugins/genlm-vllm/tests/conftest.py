@@ -83,6 +83,17 @@ def tiny_path(make_tiny, real_model):
     return folder
 
 
+@pytest.fixture(scope="session")
+def padded_path(make_tiny, tiny_path):
+    """The same with more rows in its embeddings than its tokenizer has tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    folder = make_tiny("Llama", vocab_size=len(tokenizer) + 64)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def _engines(small_path):
     """Loads engines, of the small model unless another is given, and closes them at the end."""
     from genlm.vllm.loading import load

@@ -28,17 +28,6 @@ ATOL = 5e-4
 
 
 @pytest.fixture(scope="module")
-def padded_path(make_tiny, tiny_path):
-    """A small model with more rows in its embeddings than its tokenizer has tokens."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
-    folder = make_tiny("Llama", vocab_size=len(tokenizer) + 64)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def expected(padded_path):
     """The rows of transformers after every token of the prompt and one more."""
     from transformers import AutoModelForCausalLM

@@ -55,7 +55,7 @@ def test_a_random_program(engine):
 
 
 class TestVllmV2(ConformanceSuite):
-    """The whole contract, on a small random model."""
+    """The whole contract, on a small random model with padded embeddings."""
 
     backend = "vllm"
     options = {  # noqa: RUF012
@@ -71,5 +71,5 @@ class TestVllmV2(ConformanceSuite):
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _given(cls, tiny_path):
-        cls.model = tiny_path
+    def _given(cls, padded_path):
+        cls.model = padded_path

@@ -548,7 +548,8 @@ class Batcher:
         if suspects:
             with self._lock:
                 self._lanes.suspect(suspects)
-        keep_own(given)
+        if given:
+            keep_own(given)
         self._end_calls(ended)
 
     def _end_calls(self, calls: Iterable[Call[Any]]) -> None:

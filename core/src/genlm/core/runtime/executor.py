@@ -69,7 +69,8 @@ class EngineExecutor:
 
     def step(self, newcomers: Sequence[Request], dropped: Sequence[Request]) -> Answers[Request]:
         """Answer what can be answered now. The newcomers are of one lane."""
-        self._pin_again()
+        if self._pins_lost:
+            self._pin_again()
         began = self.timeline.clock()
         # Read first: what is dropped after this line must not be kept.
         generation = self.cache.generation
