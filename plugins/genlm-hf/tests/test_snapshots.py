@@ -130,6 +130,15 @@ def test_a_beginning_of_beginnings(model: Any) -> None:
     assert sum(model.forwards) <= 40 + 3 * 80 + 9 * 2
 
 
+def test_a_known_beginning_of_what_several_begin_with(model: Any) -> None:
+    """One question after another behind one prompt, with several answers each."""
+    (prompt,), questions = draw(1, 200), draw(4, 5, seed=1)
+    for question in questions:
+        model.check(*[(*prompt, *question, token) for token in range(6)])
+    own = [*further(model, 1, 5), 6]
+    assert model.forwards == [205, 6, 200, *own, *own, *own]
+
+
 def test_what_is_not_worth_a_forward_is_not_computed_first(model: Any) -> None:
     first, *others = draw(3, 5)
     model.check(*[(*first, *one, *one) for one in others])

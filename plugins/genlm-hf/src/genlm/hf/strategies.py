@@ -339,7 +339,15 @@ class InSnapshots(Strategy):
     def compute(
         self, sequences: Sequence[TokenSequence], indices: Sequence[int]
     ) -> Iterator[Result]:
-        runs, tried = self.snapshots.runs(sequences, indices), set[bytes]()
+        yield from self._results(self.snapshots.runs(sequences, indices), set())
+
+    def _results(self, runs: Mapping[int, Run], tried: set[bytes]) -> Iterator[Result]:
+        """What runs give; what they begin with comes first, and what that begins with before it.
+
+        Args:
+            runs: By the last sequence of each.
+            tried: The beginnings that have been computed, and may not have been kept.
+        """
         while runs:
             first: list[TokenSequence] = []
             waiting: set[int] = set()
@@ -348,12 +356,12 @@ class InSnapshots(Strategy):
                     waiting.update(one.waiting)
                     first += [] if one.asked else [one.sequence]
             now = {at: run for at, run in runs.items() if at not in waiting}
-            if waiting:  # these may not be kept
-                tried.update(one.key for one in (*first, *(run.sequence for run in now.values())))
             ahead = {at: Run(one, [(at, one.length - 1)]) for at, one in enumerate(first)}
-            for _ in self._computed(ahead):
+            for _ in self._results(ahead, tried):
                 pass
             yield from self._computed(now)
+            if waiting:
+                tried.update(one.key for one in (*first, *(run.sequence for run in now.values())))
             runs = {at: runs[at] for at in runs if at in waiting}
 
     def _computed(self, runs: Mapping[int, Run]) -> Iterator[Result]:
