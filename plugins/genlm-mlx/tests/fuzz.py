@@ -38,6 +38,8 @@ CONSTANTS = {
     "genlm.mlx.store.MOST_PRODUCTS": [1 << 9, 1 << 21],
     "genlm.mlx.store.LEAST_FED": [3, 256],
     "genlm.mlx.blocks.WORTHWHILE": [2, 16, 100],
+    "genlm.mlx.blocks.FEW_MORE": [0, 64, 1000],
+    "genlm.mlx.runner.WITH_LOGITS": [1, 128],
     "genlm.mlx.aside.LEAST_ASIDE": [0, 64 << 20],
     "genlm.mlx.blocks.STAYS_WHOLE": [0.0, 0.25, 1.1],
     "genlm.mlx.blocks.TOLERATED_PADDING": [0, 4096],

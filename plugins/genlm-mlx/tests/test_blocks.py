@@ -6,9 +6,11 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
+from genlm.kit.kv import TokenSequence
 from genlm.mlx.blocks import WORTHWHILE, Blocks
+from genlm.mlx.runner import in_order
 
-from .watched import Folders, Tried, engine_of, keys_of
+from .watched import Folders, Tried, engine_of, keys_of, logprobs_of
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def test_ragged_growth_is_at_most_half_padding(llama: Tried) -> None:
 
 def test_contexts_of_one_prompt_share_its_prefill(llama: Tried) -> None:
     (prompt,) = keys_of(1, 40)
-    assert llama.ask(*[(*prompt, token) for token in range(8)]) == [39, 1, 8]
+    assert llama.ask(*[(*prompt, token) for token in range(8)]) == [40, 8]
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mamba"])
@@ -97,12 +99,83 @@ def test_what_leaves_a_known_context_is_computed_once_more(folders: Folders) -> 
     tried = Tried(folders("mamba"), Blocks)
     (prompt,) = keys_of(1, 60)
     forwards = [tried.ask((*prompt, token, 5)) for token in range(4)]
-    assert forwards == [[61, 1], [59, 1, 1, 1], [1, 1], [1, 1]]
+    assert forwards == [[62], [60, 2], [2], [2]]
 
 
-def test_many_short_rows_go_in_few_chunks(folders: Folders) -> None:
+@pytest.mark.parametrize("family", ["gemma3", "mamba", "lfm2", "falcon_h1"])
+def test_the_places_of_drafts_cost_the_drafts(folders: Folders, family: str) -> None:
+    """Each particle goes on from another place of its draft, of which no state is kept."""
+    tried = Tried(folders(family), Blocks, None, family != "mamba")
+    particles = keys_of(6, 20)
+    tried.compute(particles)
+    for step in range(6):
+        drafts = [
+            [(*key, *draft[:size]) for size in range(5)]
+            for key, draft in zip(particles, keys_of(6, 4, seed=step), strict=True)
+        ]
+        forwards = tried.ask(*(one for draft in drafts for one in draft))
+        assert sum(forwards) <= 2 * 6 * 5 + 6 * WORTHWHILE * (step > 0)
+        particles = [(*draft[at % 5], 7) for at, draft in enumerate(drafts)]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mamba", "lfm2", "falcon_h1"])
+def test_candidates_share_forwards_and_rows_are_read_on_the_way(
+    folders: Folders, family: str
+) -> None:
+    tried, (prompt,) = Tried(folders(family), Blocks), keys_of(1, 40)
+    tails = [tail[1:] for tail in keys_of(8, 6)]
+    wholes = [TokenSequence((*prompt[1:], *tail), keep=7) for tail in tails]
+    tried.model.forwards.clear()
+    parts = [*tried.kept.results(wholes)]
+    assert tried.model.forwards[:1] == [39]
+    assert sum(tried.model.forwards) == 39 + 8 * 7
+    assert len(tried.model.forwards) == 2
+    keys = [(*prompt, *tail[:size]) for tail in tails for size in range(7)]
+    expected = logprobs_of(Tried(folders(family), Blocks).compute([*dict.fromkeys(keys)]))
+    places = [[*dict.fromkeys(keys)].index(key) for key in keys]
+    found = logprobs_of(in_order(parts))
+    assert mx.abs(found - expected[mx.array(places)]).max().item() < 1e-4
+    tried.ask(*[(*prompt, *tail, 3) for tail in tails])  # from where the candidates end
+    assert tried.model.forwards == [8]
+
+
+@pytest.mark.parametrize("family", ["mamba", "lfm2"])
+def test_a_program_that_goes_back_finds_a_state_near(folders: Folders, family: str) -> None:
+    tried, (prompt,), (tail,) = Tried(folders(family), Blocks), keys_of(1, 40), keys_of(1, 60)
+    for size in range(1, 60):
+        tried.compute([(*prompt, *tail[1:size])])
+    assert sum(tried.ask((*prompt, *tail[1:50], 7))) <= 2 * WORTHWHILE
+
+
+def test_states_that_were_grown_go_before_a_prompt(folders: Folders) -> None:
+    sized = Tried(folders("lfm2"), Blocks)
+    particles = keys_of(4, 100)
+    sized.ask(*particles)
+    tried = Tried(folders("lfm2"), Blocks, 2 * sized.kept.nbytes)
+    (prompt,) = keys_of(1, 40, seed=1)
+    particles = [(*prompt, token) for token in range(4)]
+    for token in range(60):
+        tried.compute(particles)
+        particles = [(*key, token) for key in particles]
+    assert tried.ask((*prompt, 9)) == [1]
+
+
+def test_a_score_that_ends_where_a_context_does(folders: Folders) -> None:
+    tried, (text,) = Tried(folders("lfm2"), Blocks), keys_of(1, 40)
+    for _ in range(2):
+        assert len([*tried.kept.results([TokenSequence(text[1:], keep=8)])]) > 0
+        tried.ask(text, (*text, 1))
+    assert tried.ask((*text, 1, 2)) == [1]
+    tried.kept.clear()
+    assert len(tried.kept) == 0
+
+
+def test_many_short_rows_go_in_few_chunks(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 2 to 4 tokens before the last, two at a time, in a rotating cache: three take a chunk of
     three, not of two and one, which mlx-lm refuses."""
+    monkeypatch.setattr("genlm.mlx.blocks.FEW_MORE", 0)
     tried = Tried(folders("gemma3"), Blocks, step_size=62)
     keys = [key[: 4 + at % 3] for at, key in enumerate(keys_of(21, 6))]
     assert len(tried.ask(*keys)) == 3

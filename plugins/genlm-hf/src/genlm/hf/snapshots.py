@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
 from genlm.hf.upload import Places, Upload
-from genlm.kit.kv.placement import Placement, nested
+from genlm.kit.kv.placement import Placement, ways
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import parts_of
 from genlm.kit.prefixes import (
@@ -120,27 +120,12 @@ class Snapshots:
         return self._cheapest(self._start(sequence), sequence.length, 1)[1]
 
     def runs(self, sequences: Sequence[TokenSequence], indices: Iterable[int]) -> dict[int, Run]:
-        """What to compute for some sequences, by the last one of each run.
-
-        Where a sequence begins with others, their rows are read on its way. They have no snapshots
-        then, and what goes on from one of them computes half of the way again, on average. So a way
-        has no more tokens than the forwards are worth that it saves.
-        """
+        """What to compute for some sequences, by the last one of each run; where a sequence begins
+        with others, their rows may be read on its way."""
         placed = [Placement(at, sequences[at], None, self._start(sequences[at])) for at in indices]
         if all(one.sequence.length == one.start + 1 for one in placed):
             return {one.index: Run(one.sequence, one.rows()) for one in placed}
-        wholes, runs = nested(placed), dict[int, Run]()
-        ways = sum(bool(whole.inside) for whole in wholes)  # which share each forward
-        for whole in wholes:
-            start, run = whole.start, list[Placement[TokenSequence]]()
-            for one in (*reversed(whole.inside), whole):  # the shortest first
-                again = ways * (one.sequence.length - start) / 2
-                if run and again > self._forward * len(run):
-                    runs[run[-1].index] = _run(run)
-                    start, run = run[-1].sequence.length, []
-                run.append(one)
-            runs[whole.index] = _run(run)
-        return runs
+        return {way[-1].index: _run(way) for way in ways(placed, self._forward)}
 
     def beginnings(self, sequences: Mapping[int, TokenSequence]) -> list[Beginning]:
         """What some of the sequences begin with and is cheaper to compute first, the best first."""

@@ -6,12 +6,38 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+from attrs import frozen
+
 import mlx.core as mx
 from genlm.mlx.runner import Cache, Key, Runner
 
 #: Tokens by which a cache grows when it is full. With mlx-lm's 256, the cache of short contexts
 #: would be mostly empty.
 GROWTH = 32
+
+
+@frozen
+class Target:
+    """What a row will be when it is computed.
+
+    Attributes:
+        key: Its key.
+        rows: The logits to read on the way: whose they are (-1: nobody's) and the element of the
+            key that they come after.
+    """
+
+    key: Key
+    rows: Sequence[tuple[int, int]]
+
+    @property
+    def first(self) -> int:
+        """The first element after which logits are read; the row starts before it."""
+        return min(at for _, at in self.rows)
+
+    @classmethod
+    def of(cls, key: Key) -> Target:
+        """A key whose logits nobody has asked for."""
+        return cls(key, [(-1, len(key) - 1)])
 
 
 class RowBlock:
@@ -27,8 +53,8 @@ class RowBlock:
         cache: One batch cache per layer.
         logits: ``[rows, vocab_size]`` float32, of the next token of each row; ``None`` while the
             block is being built.
-        costly: For each row, whether its state took a long prefill that no other state in the store
-            could replace.
+        since: For each row, how many tokens it has gone on since the last state that stays in the
+            store.
         living: The rows that the store can find. Others have moved to another block.
         used: When it was last used, in the store's ticks.
         pinned: Whether it stays until the store is cleared.
@@ -36,10 +62,10 @@ class RowBlock:
 
     def __init__(self, keys: Sequence[Key], cache: Cache) -> None:
         self.keys = list(keys)
-        self.targets = self.keys
+        self.targets: list[Target] = []
         self.cache = cache
         self.logits: Any = None
-        self.costly = [False] * len(self.keys)
+        self.since = [0] * len(self.keys)
         self.living: set[int] = set()
         self.used = 0
         self.pinned = False
@@ -52,9 +78,9 @@ class RowBlock:
 
     @property
     def missing(self) -> list[Key]:
-        """What each row lacks, without its last token."""
+        """What each row lacks before the first token whose logits are read."""
         pairs = zip(self.keys, self.targets, strict=True)
-        return [target[len(key) : -1] for key, target in pairs]
+        return [target.key[len(key) : target.first] for key, target in pairs]
 
     @property
     def length(self) -> int:
@@ -77,7 +103,7 @@ class RowBlock:
         """Whether that is so however long the rows become: no window wraps."""
         return self.trimmable and not any(map(_rotates, self.cache))
 
-    def towards(self, targets: Sequence[Key]) -> RowBlock:
+    def towards(self, targets: Sequence[Target]) -> RowBlock:
         """This block, to be computed up to these contexts."""
         self.targets = list(targets)
         return self
@@ -103,7 +129,9 @@ class RowBlock:
         for layer in cache:
             layer.filter(mx.array(rows, mx.int32))
             mx.eval(layer.state)
-        return RowBlock([self.keys[row] for row in rows], cache)
+        block = self._with(rows)
+        block.cache = cache
+        return block
 
     def trimmed(self, row: int, length: int) -> RowBlock:
         """A new block of the first ``length`` tokens of one row. This block stays."""
@@ -120,7 +148,7 @@ class RowBlock:
         for other in others:
             self.keys = self.keys + other.keys
             self.targets = self.targets + other.targets
-            self.costly += other.costly
+            self.since = self.since + other.since
             for layer in self.cache:
                 layer.extend(other.cache.pop(0))
                 mx.eval(layer.state)
@@ -131,18 +159,42 @@ class RowBlock:
         if max(map(len, tokens)) > 1:
             self.settle()
         runner.feed(self.cache, [key[0] for key in self.keys], tokens)
-        self.keys = [key + more for key, more in zip(self.keys, tokens, strict=True)]
+        self._reach([key + more for key, more in zip(self.keys, tokens, strict=True)])
 
-    def step(self, runner: Runner) -> None:
-        """Append the last token of each target, and compute the logits of the next."""
-        versions = [target[0] for target in self.targets]
-        self.logits = runner.step(self.cache, versions, [target[-1] for target in self.targets])
-        self.keys = self.targets
+    def finish(self, runner: Runner) -> tuple[list[int], mx.array]:
+        """Append the rest of each target: whose the rows on the way are, and their logits."""
+        pairs = list(zip(self.keys, self.targets, strict=True))
+        tokens = [target.key[len(key) :] for key, target in pairs]
+        versions = [key[0] for key in self.keys]
+        if all(len(some) == 1 for some in tokens):
+            rows = self.logits = runner.step(self.cache, versions, [last for (last,) in tokens])
+        else:
+            self.settle()
+            wanted = [
+                (row, at - len(key))
+                for row, (key, target) in enumerate(pairs)
+                for _, at in target.rows
+            ]
+            rows = runner.read(self.cache, versions, tokens, wanted)
+            last = [wanted.index((row, len(some) - 1)) for row, some in enumerate(tokens)]
+            self.logits = rows[mx.array(last, mx.int32)]
+        owners = [owner for target in self.targets for owner, _ in target.rows]
+        self._reach([target.key for target in self.targets])
+        self.targets = []
+        return owners, rows
+
+    def _reach(self, keys: Sequence[Key]) -> None:
+        """Note that tokens have been appended."""
+        self.since = [
+            since + len(new) - len(key)
+            for since, key, new in zip(self.since, self.keys, keys, strict=True)
+        ]
+        self.keys = list(keys)
 
     def _with(self, rows: Sequence[int]) -> RowBlock:
         block = RowBlock([self.keys[row] for row in rows], [])
-        block.targets = [self.targets[row] for row in rows]
-        block.costly = [self.costly[row] for row in rows]
+        block.targets = [self.targets[row] for row in rows] if self.targets else []
+        block.since = [self.since[row] for row in rows]
         block.logits = None if self.logits is None else self.logits[mx.array(rows, mx.int32)]
         return block
 

@@ -6,21 +6,28 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
 
 from attrs import frozen
 
 import mlx.core as mx
 from genlm.core import Query
+from genlm.kit.kv import Placement, TokenSequence
+from genlm.kit.kv.placement import ways
 from genlm.kit.prefixes import PrefixIndex, common_length
 from genlm.mlx.aside import Aside
-from genlm.mlx.block import RowBlock
-from genlm.mlx.runner import Cache, Key, Runner, key_of
+from genlm.mlx.block import RowBlock, Target
+from genlm.mlx.runner import Cache, Key, Runner, in_order, key_of
 
 #: The least tokens for which a shared prefix is computed first, a longer row is trimmed and used,
-#: and state that cannot be trimmed is kept when a context extends it.
+#: and state that cannot be trimmed is kept when a context extends it by one token. It is also what
+#: a forward pass costs beside its tokens, in tokens.
 WORTHWHILE = 16
+
+#: Up to this many tokens before those whose logits are read are computed together with them. More
+#: are computed first, without their logits.
+FEW_MORE = 64
 
 #: If at least this share of a block stays when rows leave it, the block is not changed: a copy
 #: costs more than the unused room.
@@ -47,8 +54,9 @@ class Blocks:
 
     Rows that contexts extend move to a new block: their tokens can still be found as a prefix. They
     leave unused room in the old block, until the block is dropped or little else of it is left.
-    Rows that took a long prefill also stay, if their state cannot be trimmed when it has grown
-    (recurrent, or a window that wraps).
+    If the state cannot be trimmed when it has grown (recurrent, or a window that wraps), some rows
+    stay: what contexts extend by several tokens, one of which the next may leave, and one in so
+    many of those that are extended by one.
 
     Args:
         runner: The model.
@@ -76,28 +84,38 @@ class Blocks:
     def logits(self, queries: Sequence[Query]) -> mx.array:
         """The logits of the next token of each of the distinct ``queries``, ``[len(queries),
         vocab_size]`` float32."""
-        keys = [key_of(query) for query in queries]
+        return in_order([*self.results([TokenSequence(q.context, q.adapter) for q in queries])])
+
+    def results(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[list[int], mx.array]]:
+        """The wanted rows of distinct sequences, as they are computed: the sequence of each, and
+        logits, ``[n, vocab_size]`` float32. Those of one sequence come in order."""
         self._tick += 1
-        self._ensure_shared(keys)
-        known = {key: self._recalled(self._index[key]) for key in keys if key in self._index}
-        computed = self._advance([key for key in keys if key not in known])
+        placed = list[Placement[TokenSequence]]()
+        for at, sequence in enumerate(sequences):
+            key = (sequence.version, *sequence.tokens)
+            if sequence.keep == 1 and key in self._index:
+                yield [at], self._recalled(self._index[key])[None]
+            else:
+                known = max(1, self._source(key, 1 + sequence.latest_start)[1]) - 1
+                placed.append(Placement(at, sequence, None, known))
+        targets = [_target(way) for way in ways(placed, WORTHWHILE)]
+        for some in self._rounds(targets):
+            for owners, rows in self._advance(some):
+                asked = [at for at, owner in enumerate(owners) if owner >= 0]
+                if len(asked) < len(owners):
+                    rows = rows[mx.array(asked, mx.int32)] if asked else rows[:0]
+                yield [owners[at] for at in asked], rows
         self._evict()
-        if len(computed) == 1 and computed[0].keys == keys:
-            return computed[0].logits
-        known.update(
-            (key, block.logits[row]) for block in computed for row, key in enumerate(block.keys)
-        )
-        return mx.stack([known[key] for key in keys])
 
     def known(self, query: Query) -> int:
         """How many tokens of a context are known."""
         key = key_of(query)
-        return query.length if key in self._index else max(1, self._source(key)[1]) - 1
+        return query.length if key in self._index else max(1, self._source(key, -1)[1]) - 1
 
     def branch(self, query: Query) -> tuple[Cache, int]:
         """A cache outside the store of what is known of a context without its last token, and how
         many tokens that is."""
-        place, reused = self._source(key_of(query))
+        place, reused = self._source(key_of(query), -1)
         if place is None:
             return self._runner.empty_cache(), 0
         place.block.used = self._tick
@@ -137,60 +155,67 @@ class Blocks:
 
     # --- the course of a call ---------------------------------------------------------------------
 
-    def _ensure_shared(self, keys: Sequence[Key]) -> None:
-        """Compute the long prefixes that several of ``keys`` share, shorter ones first."""
-        left = self._branches([key for key in keys if key not in self._index])
+    def _rounds(self, targets: Sequence[Target]) -> Iterator[Sequence[Target]]:
+        """The targets, after the long prefixes that several of them share; shorter ones first."""
+        asked = {target.key: target for target in targets}
+        left = self._branches(targets)
         while left:
             first, longer = list[Key](), list[Key]()
             for prefix in left:  # sorted: those that begin with one come right behind it
                 begins = first and prefix[: len(first[-1])] == first[-1]
                 (longer if begins else first).append(prefix)
-            self._advance(first)
+            yield [asked.pop(prefix) if prefix in asked else Target.of(prefix) for prefix in first]
             left = longer
+        yield list(asked.values())
 
-    def _branches(self, keys: Sequence[Key]) -> list[Key]:
+    def _branches(self, targets: Sequence[Target]) -> list[Key]:
         """The prefixes that are worth their own pass: those that two or more keys lack, and those
-        of known contexts that a key leaves, which may not be the last to do so."""
-        known = {key: self._source(key)[1] for key in keys}
-        ordered = sorted(key for key in keys if len(key) - known[key] >= WORTHWHILE)
+        of known contexts that a key leaves, which may not be the last to do so; also that before
+        the first of several rows: what follows it may differ next time."""
+        known = {one.key: self._source(one.key, one.first)[1] for one in targets}
+        left = [one for one in targets if one.first + 1 - known[one.key] >= WORTHWHILE]
+        left.sort(key=attrgetter("key"))
         shared = {
-            a[:size]
-            for a, b in itertools.pairwise(ordered)
-            if (size := common_length(a, b)) > max(known[a], known[b])
+            a.key[:size]
+            for a, b in itertools.pairwise(left)
+            if (size := _common(a, b)) > max(known[a.key], known[b.key])
         }
-        shared.update(
-            key[:size]
-            for key in ordered
-            if known[key] < (size := self._index.nearest(key)[1]) < len(key)
-        )
+        for one in left:
+            near = min(self._index.nearest(one.key)[1], one.first)
+            sizes = [near, one.first] if len(one.rows) > 1 else [near]
+            shared.update(one.key[:size] for size in sizes if known[one.key] < size)
         worthwhile: list[Key] = []
         for prefix in sorted(shared):
             below = common_length(prefix, worthwhile[-1]) if worthwhile else 0
-            if len(prefix) - max(below, self._source(prefix)[1]) >= WORTHWHILE:
+            if len(prefix) - max(below, self._source(prefix, -1)[1]) >= WORTHWHILE:
                 worthwhile.append(prefix)
         return [prefix for prefix in worthwhile if prefix not in self._index]
 
-    def _advance(self, keys: Sequence[Key]) -> list[RowBlock]:
-        """Compute ``keys``, and make their rows part of the store."""
-        if not keys:
-            return []
-        waiting: dict[int, list[RowBlock]] = defaultdict(list)
-        for block in self._started(keys):
-            parts: dict[int, list[int]] = defaultdict(list)
-            for row, tokens in enumerate(block.missing):
-                parts[self._width_class(len(tokens))].append(row)
-            for width, part in zip(parts, block.split([*parts.values()]), strict=True):
-                waiting[width].append(part)
-        fed = [block for blocks in waiting.values() for block in _packed(blocks)]
-        for block in fed:
-            if any(missing := block.missing):
-                block.feed(self._runner, missing)
-                block.costly = [len(tokens) + 1 >= WORTHWHILE for tokens in missing]
-        finished = _packed(fed)
-        for block in finished:
-            block.step(self._runner)
-            self._keep(block)
-        return finished
+    def _advance(self, targets: Sequence[Target]) -> Iterator[tuple[list[int], mx.array]]:
+        """Compute targets, and make their rows part of the store; whose the rows on the way are,
+        and their logits."""
+        waiting: dict[tuple[int, int], list[RowBlock]] = defaultdict(list)
+        started = self._started(targets)
+        ahead = sum(len(tokens) for block in started for tokens in block.missing) > FEW_MORE
+        for block in started:
+            parts: dict[tuple[int, int], list[int]] = defaultdict(list)
+            for row, (target, tokens) in enumerate(zip(block.targets, block.missing, strict=True)):
+                first = len(tokens) if ahead else 0
+                more = len(target.key) - len(block.keys[row]) - first
+                parts[self._width_class(first), self._width_class(more - 1)].append(row)
+            for widths, part in zip(parts, block.split([*parts.values()]), strict=True):
+                waiting[widths].append(part)
+        fed: dict[int, list[RowBlock]] = defaultdict(list)
+        for (_, width), blocks in waiting.items():
+            for block in _packed(blocks):
+                if ahead and any(missing := block.missing):
+                    block.feed(self._runner, missing)
+                fed[width].append(block)
+        for blocks in fed.values():
+            for block in _packed(blocks):
+                result = block.finish(self._runner)
+                self._keep(block)
+                yield result
 
     def _width_class(self, width: int) -> int:
         """Rows of one class are fed together: at most about half of it is padding."""
@@ -198,46 +223,59 @@ class Blocks:
 
     # --- where contexts start ---------------------------------------------------------------------
 
-    def _source(self, key: Key) -> tuple[Place | None, int]:
-        """The row that ``key`` can start from, and how many of its elements."""
-        prefix = self._index.longest_prefix(key[:-1])
+    def _source(self, key: Key, most: int) -> tuple[Place | None, int]:
+        """The row that ``key`` can start from, and how many of its elements; of ``key[:most]``."""
+        key = key[:most]
+        prefix = self._index.longest_prefix(key)
         whole = len(prefix) if prefix else 0
         near, common = self._index.nearest(key)
-        common = min(common, len(key) - 1)
         if near and common >= whole + WORTHWHILE and self._index[near].block.trimmable:
             return self._index[near], common
         return (self._index[prefix], whole) if prefix else (None, 0)
 
-    def _started(self, keys: Sequence[Key]) -> list[RowBlock]:
-        """Every key in a block that holds a part of it, maybe none of it."""
-        extended: dict[RowBlock, list[tuple[int, Key]]] = defaultdict(list)
+    def _started(self, targets: Sequence[Target]) -> list[RowBlock]:
+        """Every target in a block that holds a part of it, maybe none of it."""
+        extended: dict[RowBlock, list[tuple[int, Target]]] = defaultdict(list)
         started, fresh = [], []
-        for key in keys:
-            place, reused = self._source(key)
+        for one in targets:
+            place, reused = self._source(one.key, one.first)
             if place is None:
-                fresh.append(key)
+                fresh.append(one)
             elif reused < len(place.key):
                 self._touch(place.block)
-                started.append(place.block.trimmed(place.row, reused - 1).towards([key]))
+                started.append(place.block.trimmed(place.row, reused - 1).towards([one]))
             else:
-                extended[place.block].append((place.row, key))
+                extended[place.block].append((place.row, one))
         for block, items in extended.items():
             # Sorted only by row: keys of the same row stay in the order asked.
-            rows, targets = zip(*sorted(items, key=itemgetter(0)), strict=True)
-            started.append(self._moved_on(block, rows, needed=extended).towards(targets))
+            rows, some = zip(*sorted(items, key=itemgetter(0)), strict=True)
+            stays = any(len(one.key) > len(block.keys[row]) + 1 for row, one in items)
+            started.append(self._moved_on(block, rows, stays, needed=extended).towards(some))
         if fresh:
-            versions = [key[0] for key in fresh]
+            versions = [one.key[0] for one in fresh]
             started.append(RowBlock.empty(self._runner, versions).towards(fresh))
         return started
 
     def _moved_on(
-        self, block: RowBlock, rows: Sequence[int], needed: Collection[RowBlock]
+        self, block: RowBlock, rows: Sequence[int], stays: bool, needed: Collection[RowBlock]
     ) -> RowBlock:
-        """Take the rows that are extended out of their block and leave the others. ``needed``
-        blocks are used in this call."""
-        if block.pinned or (any(block.costly) and not block.stays_trimmable):
+        """Take the rows that are extended out of their block and leave the others.
+
+        Args:
+            block: It.
+            rows: Those rows.
+            stays: Whether they stay in it, too, if their state cannot be trimmed.
+            needed: Blocks that are used in this call.
+        """
+        far = max(block.since)
+        if block.pinned or ((stays or far >= WORTHWHILE) and not block.stays_trimmable):
             self._touch(block)
-            return block.copied(rows)
+            if far == WORTHWHILE and not stays and not block.pinned:
+                # It has grown by single tokens, and nobody may come back: it goes first.
+                block.used = 0
+            moved = block.copied(rows)
+            moved.since = [0] * len(rows)
+            return moved
         staying = sorted(block.living.difference(rows))
         if len(staying) >= STAYS_WHOLE * len(block.keys):
             for row in block.living.intersection(rows):
@@ -257,7 +295,11 @@ class Blocks:
     def _keep(self, block: RowBlock) -> None:
         broken = mx.isnan(block.logits[:, 0]).tolist()  # such state gives nan to all that follows
         block.used = self._tick
-        block.living = {row for row, bad in enumerate(broken) if not bad}
+        block.living = {
+            row
+            for row, (key, bad) in enumerate(zip(block.keys, broken, strict=True))
+            if not bad and key not in self._index  # a score may end where a context does
+        }
         if block.living:
             self._blocks.append(block)
         for row in sorted(block.living):
@@ -308,6 +350,21 @@ class Blocks:
 
 def _nbytes(blocks: Iterable[RowBlock]) -> int:
     return sum(block.nbytes for block in blocks)
+
+
+def _target(way: Sequence[Placement[TokenSequence]]) -> Target:
+    """Sequences of which each one begins with the one before it, as one."""
+    *inside, last = way
+    last.inside, sequence = inside, last.sequence
+    key = (sequence.version, *sequence.tokens)
+    return Target(key, [(owner, 1 + at) for owner, at in last.rows()])
+
+
+def _common(one: Target, other: Target) -> int:
+    """How many elements both, or the other after the one, may start with; in the order of keys."""
+    shared = common_length(one.key, other.key)
+    latest = shared if shared == len(one.key) else one.first
+    return min(shared, latest, other.first)
 
 
 def _packed(blocks: Sequence[RowBlock]) -> list[RowBlock]:

@@ -24,8 +24,9 @@ from genlm.mlx.store import Store
 #: at a time.
 TOGETHER = 128
 
-#: About the most rows that are in memory at once.
-ROWS = 512
+#: About the most rows that are in memory at once, and the most continuations whose state is where
+#: each has a state of its own, which may be large.
+ROWS, STATES = 512, 32
 
 LOWER = lower("prefill_step_size or kv_cache_bytes")
 
@@ -117,7 +118,7 @@ class MlxEngine:
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]], width: int
     ) -> Sequence[torch.Tensor]:
         scores: dict[int, torch.Tensor] = {}
-        if isinstance(self.store, Store):
+        if self.store is not None:
             short = [at for at, one in enumerate(continuations) if len(one) <= TOGETHER]
             some = [queries[at] for at in short], [continuations[at] for at in short]
             scores = dict(zip(short, _scored(self.store, *some, width), strict=True))
@@ -186,14 +187,18 @@ class MlxEngine:
 
 
 def _scored(
-    store: Store, queries: Sequence[Query], continuations: Sequence[Sequence[int]], width: int
+    store: Blocks | Store,
+    queries: Sequence[Query],
+    continuations: Sequence[Sequence[int]],
+    width: int,
 ) -> Sequence[torch.Tensor]:
     """Scores that are computed together, but for what would need too much memory."""
     wanted = ScoredRows(scored_sequences(queries, continuations), continuations)
     sizes = [*map(len, continuations)]
     scores = torch.empty(sum(sizes))
     ends = [*accumulate(piece.keep for piece in wanted.pieces)]
-    for _, group in groupby(range(len(ends)), key=lambda at: ends[at] // ROWS):
+    states = STATES if isinstance(store, Blocks) else len(ends)
+    for _, group in groupby(range(len(ends)), key=lambda at: (ends[at] // ROWS, at // states)):
         numbers = [*group]
         for owners, logits in store.results([wanted.pieces[at] for at in numbers]):
             rows, tokens, places = wanted.read([numbers[owner] for owner in owners])

@@ -73,11 +73,13 @@ def _shares(runner: Runner) -> bool:
 
 
 def _unequal(rows: int) -> list[list[Key]]:
-    """Prompts of unequal length, then with one token more, then with several."""
+    """Prompts of unequal length, then with one token more, then with several, then with several
+    more and those that begin them."""
     prompts: list[Key] = [(0, *range(1 + row, 4 + row + 2 * row % 7)) for row in range(rows)]
     grown = [(*key, 7) for key in prompts]
     further = [(*key, *range(2, 4 + row % 2)) for row, key in enumerate(grown)]
-    return [prompts, grown, further]
+    longer = [(*key, *range(4, 6 + row % 3)) for row, key in enumerate(further)]
+    return [prompts, grown, further, [*longer, *(key[:-1] for key in longer)]]
 
 
 def _behind_prompts(rows: int) -> list[list[Key]]:

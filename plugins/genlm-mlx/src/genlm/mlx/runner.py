@@ -7,6 +7,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Any
 
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx.core as mx
@@ -20,6 +21,10 @@ Cache = list[Any]  # one mlx-lm cache per layer
 #: size of the model's vocabulary is known.
 LOGITS_BYTES = 128 << 20
 FIRST_LOGITS = 64
+
+#: The most tokens of a forward pass that gives rows, unless there are this few for each context: it
+#: computes the logits after all of them, also where some are wanted.
+WITH_LOGITS, LEAST_READ = 128, 5
 
 
 def version_of(query: Query) -> int:
@@ -55,11 +60,42 @@ class Runner:
     def feed(self, cache: Cache, versions: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         """Append ``tokens[i]``, one or more, to row ``i``. Meanwhile, rows of unequal length are
         padded on the right."""
+        for _ in self._chunks_of(cache, versions, tokens, self.step_size // len(tokens)):
+            mx.eval([layer.state for layer in cache])
+
+    def read(
+        self,
+        cache: Cache,
+        versions: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        wanted: Sequence[tuple[int, int]],
+    ) -> mx.array:
+        """The same, and the logits after the ``wanted`` tokens, ``[len(wanted), vocab_size]``
+        float32. Each is a row, and which of its tokens."""
+        most = min(max(WITH_LOGITS // len(tokens), LEAST_READ), self.step_size // len(tokens))
+        order: list[int] = []
+        parts: list[mx.array] = []
+        for start, logits in self._chunks_of(cache, versions, tokens, most):
+            stop = start + logits.shape[1]
+            some = [n for n, (_, at) in enumerate(wanted) if start <= at < stop]
+            if some:
+                places = [(row, at - start) for row, at in map(wanted.__getitem__, some)]
+                rows, columns = mx.array(places, mx.int32).T
+                parts.append(logits[rows, columns].astype(mx.float32))
+            order += some
+            mx.eval(parts[-1:], [layer.state for layer in cache])
+        return in_order([(order, mx.concatenate(parts))])
+
+    def _chunks_of(
+        self, cache: Cache, versions: Sequence[int], tokens: Sequence[Sequence[int]], most: int
+    ) -> Iterator[tuple[int, mx.array]]:
+        """Append tokens, about ``most`` columns at a time: the first of these, and the logits of
+        all, which are computed only if they are read."""
         lengths = [len(row) for row in tokens]
         width = max(lengths)
         block = mx.array([[*row, *[0] * (width - len(row))] for row in tokens], mx.int32)
         self.adapters.select(versions)
-        for start, stop in _chunks(width, self.step_size // len(tokens)):
+        for start, stop in _chunks(width, most):
             # Each chunk by itself: mlx-lm treats the lengths of recurrent rows as places in the
             # chunk.
             own = [min(max(length, start), stop) - start for length in lengths]
@@ -68,11 +104,11 @@ class Runner:
                 padding = [stop - start - length for length in own]
                 for layer in cache:
                     layer.prepare(lengths=own, right_padding=padding)
-            self.model(block[:, start:stop], cache=cache)
+            logits = self.model(block[:, start:stop], cache=cache)
             if ragged:
                 for layer in cache:
                     layer.finalize()
-            mx.eval([layer.state for layer in cache])
+            yield start, logits
 
     def step(self, cache: Cache, versions: Sequence[int], tokens: Sequence[int]) -> mx.array:
         """Append one token to each row; the logits of the next, ``[rows, vocab_size]`` float32."""
@@ -122,3 +158,16 @@ def _chunks(width: int, most: int) -> Iterator[tuple[int, int]]:
     rows of unequal length."""
     count = max(1, min(ceil(width / max(most, 2)), width // 2))
     return pairwise(width * at // count for at in range(count + 1))
+
+
+def in_order(parts: Sequence[tuple[Sequence[int], mx.array]]) -> mx.array:
+    """All rows of some parts, in the order of the numbers that each part gives its rows."""
+    order = np.argsort([number for numbers, _ in parts for number in numbers], kind="stable")
+    rows = parts[0][1] if len(parts) == 1 else mx.concatenate([part for _, part in parts])
+    return ordered(rows, order)
+
+
+def ordered(rows: mx.array, order: np.ndarray) -> mx.array:
+    """Rows in another order; themselves, if it is the same."""
+    same = np.array_equal(order, np.arange(len(rows)))
+    return rows if same else rows[mx.array(order, mx.int32)]

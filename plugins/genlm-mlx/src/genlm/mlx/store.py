@@ -13,7 +13,7 @@ from genlm.kit.kv import Placement, Planner, TokenSequence, Worth
 from genlm.kit.segments import Row
 from genlm.mlx.chunk import Chunk
 from genlm.mlx.layout import Layout
-from genlm.mlx.runner import Cache, Runner
+from genlm.mlx.runner import LEAST_READ, WITH_LOGITS, Cache, Runner, in_order, ordered
 from genlm.mlx.table import Table
 
 #: The numbers for decisions on sharing.
@@ -22,10 +22,6 @@ WORTH = Worth(sharing=512, waste=2.0)
 #: Up to this many tokens before the last of a context are computed together with it. More are
 #: computed first, without their logits.
 FEW_MORE = 4
-
-#: The most tokens of a forward pass that gives rows, unless there are as few for each context: it
-#: computes the logits after all of them, also where some are wanted.
-WITH_LOGITS = 128
 
 #: The most products of queries and keys for each head in one forward pass of a long context, unless
 #: it would have fewer tokens than this.
@@ -63,10 +59,7 @@ class Store:
     def logits(self, queries: Sequence[Query]) -> mx.array:
         """The logits of the next token of each of the distinct ``queries``, ``[len(queries),
         vocab_size]`` float32."""
-        parts = [*self.results([_sequence(query) for query in queries])]
-        order = [owner for owners, _ in parts for owner in owners]
-        logits = parts[0][1] if len(parts) == 1 else mx.concatenate([part for _, part in parts])
-        return _ordered(logits, np.argsort(order))
+        return in_order([*self.results([_sequence(query) for query in queries])])
 
     def results(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[list[int], mx.array]]:
         """The wanted rows of distinct sequences, as they are computed: the sequence of each, and
@@ -143,7 +136,7 @@ class Store:
             bounds = zip(batch, starts, first, strict=True)
             self._feed(chunk for bound in bounds for chunk in _chunks(*bound))
             starts = first
-        most = max(WITH_LOGITS, (1 + FEW_MORE) * len(batch))
+        most = max(WITH_LOGITS, LEAST_READ * len(batch))
         owners: list[int] = []
         parts: list[mx.array] = []
         for pieces in _forwards(batch, starts, most):
@@ -183,7 +176,7 @@ class Store:
         finally:
             del self._table.layout
         places = [int(layout.last[number]) - back for number, back in wanted]
-        rows = _ordered(logits, np.array(places, dtype=int)).astype(mx.float32)
+        rows = ordered(logits, np.array(places, dtype=int)).astype(mx.float32)
         # If none is wanted, what follows the last layer's keys and values is not computed.
         mx.eval(rows if wanted else (), [trunk.layers for trunk in layout.trunks])
         self._table.evaluate()
@@ -221,8 +214,3 @@ def _forwards(
                     pieces, room = [], most
     if pieces:
         yield pieces
-
-
-def _ordered(rows: mx.array, order: np.ndarray) -> mx.array:
-    same = np.array_equal(order, np.arange(len(rows)))
-    return rows if same else rows[mx.array(order, mx.int32)]
