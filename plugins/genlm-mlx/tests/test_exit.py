@@ -3,10 +3,12 @@ their thread is, however late that ends."""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from genlm.core import load_model_by_name
 from tests.left_behind import left_behind
@@ -14,8 +16,8 @@ from tests.left_behind import left_behind
 from .late import ended
 from .watched import Folders
 
-#: Two models, of which one is closed.
-PROGRAM = """
+#: Their threads wait at their end.
+HELD = """
 run = threading.Thread.run
 
 def held(thread):
@@ -26,6 +28,12 @@ def held(thread):
 threading.Thread.run, threading.Thread.join = held, lambda *_: None
 
 from genlm.core import load_model_by_name
+"""
+
+#: Two models, of which one is closed.
+PROGRAM = (
+    HELD
+    + """
 closed, left = [load_model_by_name(sys.argv[1], "mlx") for _ in range(2)]
 threads = [each for each in threading.enumerate() if each.name.startswith("genlm")]
 assert len(threads) == 2, threads
@@ -33,10 +41,46 @@ for lm in (closed, left):
     lm.next_token_logprobs_sync([1, 2, 3])
 closed.close()
 """
+)
 
 
 def test_a_process_ends_cleanly(folders: Folders) -> None:
     done = ended(PROGRAM, str(folders("llama")))
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+#: A model that cannot be loaded.
+FAILED = (
+    HELD
+    + """
+threads = []
+start = threading.Thread.start
+
+def noted(thread):
+    threads.append(thread)
+    start(thread)
+
+threading.Thread.start = noted
+try:
+    load_model_by_name(sys.argv[1], "mlx")
+except Exception as error:
+    assert "cannot load" in str(error), error
+else:
+    raise AssertionError
+threads = [each for each in threads if each.name.startswith("genlm")]
+assert len(threads) == 1, threads
+"""
+)
+
+
+def test_a_process_that_could_not_load_a_model_ends_cleanly(
+    folders: Folders, tmp_path: Path
+) -> None:
+    shutil.copytree(folders("llama"), tmp_path / "cut")
+    weights = load_file(tmp_path / "cut" / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, tmp_path / "cut" / "model.safetensors", {"format": "pt"})
+    done = ended(FAILED, str(tmp_path / "cut"))
     assert done.returncode == 0, done.stderr[-2000:]
 
 

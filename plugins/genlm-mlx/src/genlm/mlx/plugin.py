@@ -26,9 +26,14 @@ def genlm_backend_info() -> BackendInfo:
 @hookimpl
 def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
     """Load a model folder or hub name; the options are those of ``AsyncMlxLM.from_name``."""
+    import mlx.core as mx
     from genlm.mlx.loading import load
 
-    return load(model, options)
+    try:
+        return load(model, options)
+    except BaseException:
+        mx.clear_streams()  # as genlm_close does: the thread ends now
+        raise
 
 
 def _apple_silicon() -> bool:
