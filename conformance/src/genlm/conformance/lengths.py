@@ -239,10 +239,9 @@ class LengthClauses:
         live.expect_all(rows, prompts, how="together with scores after it")
         for drawn, prompt in zip(draws, prompts, strict=True):
             expect_greedy(live, drawn, prompt, how="together with scores, with temperature=0")
-        by_step = lm.supports("genlm_step", "scores")
-        scores_itself = by_step or lm.supports("genlm_sequence_logprobs")
-        of_padded = lm.supports("genlm_sequence_logprobs", "width")
-        if scores_itself and not of_padded and live.model_ids > len(lm.byte_vocab):
+        hook = "genlm_step" if lm.supports("genlm_step", "scores") else "genlm_sequence_logprobs"
+        padded = live.model_ids > len(lm.byte_vocab)
+        if padded and lm.supports(hook) and not lm.supports(hook, "width"):
             pytest.skip(
                 "scores were made from rows, since the model has more ids than the tokenizer; to "
                 "have the engine's own looked at, give a model with as many, or take the hook's "
