@@ -1,12 +1,13 @@
 """Draw a token from a row of log-probabilities
 
-One row, on the processor, whose probabilities fall with the rank as those of words do. *Ours* is
-what draws where an engine has no sampler of its own, as hf and mlx. The floor is what transformers'
-`generate` does with a row: its own filters, softmax and multinomial.
+One row, or 64 in one call, on the processor, whose probabilities fall with the rank as those of
+words do. *Ours* is what draws where an engine has no sampler of its own, as hf and mlx. The floor
+is what transformers' `generate` does with rows: its own filters, softmax and multinomial.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.protocol import Bench, main
 PLUGIN = "hf"
 
 SIZES = (49_152, 128_256)
+COUNTS = (1, 64)
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature 0.7": {"temperature": 0.7},
@@ -32,14 +34,16 @@ def row_of(size: int) -> Any:
 
 
 def ours(bench: Bench) -> None:
-    from genlm.core.drawer import TokenDrawer
+    from genlm.core.drawer import TokenDrawer, draw_together
     from genlm.core.sampling import checked_params
 
-    for size in SIZES:
-        row = row_of(size)
-        for way, options in WAYS.items():
-            drawer = TokenDrawer(checked_params(1, [], **options))
-            bench.time(way, partial(drawer.draw, row), unit="us", x=size, repeat=200)
+    def measure(case: str, size: int, count: int, options: dict[str, Any]) -> None:
+        drawers = [TokenDrawer(checked_params(1, [], **options)) for _ in range(count)]
+        rows = [row_of(size)] * count
+        call = partial(draw_together, drawers, rows)
+        bench.time(case, call, unit="us", x=size, repeat=200 // count, per=count)
+
+    for_each(measure)
 
 
 def floor(bench: Bench) -> None:
@@ -53,16 +57,27 @@ def floor(bench: Bench) -> None:
         "min_p": transformers.MinPLogitsWarper,
     }
 
-    def draw(rows: torch.Tensor, changes: list[Any]) -> int:
+    def draw(rows: torch.Tensor, changes: list[Any]) -> list[list[int]]:
         for change in changes:
             rows = change(None, rows)
-        return int(torch.multinomial(rows.softmax(-1), num_samples=1))
+        drawn: list[list[int]] = torch.multinomial(rows.softmax(-1), num_samples=1).tolist()
+        return drawn
 
+    def measure(case: str, size: int, count: int, options: dict[str, Any]) -> None:
+        rows = row_of(size).repeat(count, 1)
+        changes = [filters[name](value) for name, value in options.items()]
+        call = partial(draw, rows, changes)
+        bench.time(case, call, unit="us", x=size, repeat=200 // count, per=count)
+
+    for_each(measure)
+
+
+def for_each(measure: Callable[[str, int, int, dict[str, Any]], None]) -> None:
     for size in SIZES:
-        rows = row_of(size)[None]
         for way, options in WAYS.items():
-            changes = [filters[name](value) for name, value in options.items()]
-            bench.time(way, partial(draw, rows, changes), unit="us", x=size, repeat=200)
+            for count in COUNTS:
+                case = f"{way}, {count} together" if count > 1 else way
+                measure(case, size, count, options)
 
 
 if __name__ == "__main__":
