@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,6 +38,15 @@ def test_text_goes_in_and_out_after_closing_too(mock):
     assert lm.encode("h\u00e9") == [104, 195, 169]
     assert lm.decode([104, 195, 169]) == "h\u00e9"
     assert lm.decode([]) == ""
+
+
+def test_a_tokenizer_may_name_its_end_by_a_number_of_numpys():
+    class Named(ByteTokenizer):
+        eos_token_id = np.int64(65)
+
+    with over(Named()) as lm:
+        assert lm.eos_token_ids == [65]
+        assert lm.special_token_ids == [65, 256]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from genlm.core.checks import describe_error, integer, safe_repr, unawaited
@@ -80,7 +81,7 @@ class TextMixin:
         """The tokens that end a text: those that the tokenizer names, and those that the engine
         does, by the model's ``generation_config.json``. There may be none."""
         named = getattr(self._engine.tokenizer, "eos_token_id", None)
-        own = [] if named is None else [named] if isinstance(named, int) else named
+        own = [] if named is None else [named] if isinstance(named, Integral) else named
         return list(dict.fromkeys(int(each) for each in (*own, *self._engine.eos_token_ids)))
 
     def encode(self, text: str, **options: Any) -> list[int]:

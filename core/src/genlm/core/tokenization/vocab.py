@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from numbers import Integral
 from typing import Any
 
 from genlm.core.errors import InvalidOptionError, VocabularyError
@@ -103,7 +104,7 @@ def _special_ids(tokenizer: Any) -> set[int]:
         *special_added_ids(tokenizer),
         *library_special_ids(tokenizer),
     )
-    return {token_id for token_id in candidates if isinstance(token_id, int)}
+    return {int(token_id) for token_id in candidates if isinstance(token_id, Integral)}
 
 
 def _checked(token_id: int, token: Any) -> bytes:
