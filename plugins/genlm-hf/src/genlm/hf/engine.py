@@ -73,9 +73,10 @@ class HFEngine:
         choice = self._choose_reuse()
         self.reuse, self._tolerance = choice.reuse, choice.tolerance
         room = budget(options.kv_cache_bytes, model.device)
-        self._strategy = strategy_for(self.reuse, self._runner, options.max_batch_tokens, room)
+        most = options.max_batch_tokens
+        self._strategy = strategy_for(self.reuse, self._runner, most, room, choice.ragged)
         self._evaluator = Evaluator(self._strategy, self._adapters, choice.limit, choice.rows_apart)
-        self._schedule: Schedule[Query] = Schedule(self._evaluator, options.max_batch_tokens)
+        self._schedule: Schedule[Query] = Schedule(self._evaluator, most)
         model._genlm_engine = (id(model), weakref.ref(self))
 
     def _describe(self, model: Any, tokenizer: Any) -> None:

@@ -19,7 +19,7 @@ from genlm.hf.pool import RowPool
 from genlm.hf.positions import rope_scalings
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
-from genlm.hf.ways import WAYS
+from genlm.hf.ways import WAYS, ragged
 from genlm.kit.twin import TOKENS, Threshold, small_model, thresholds
 
 logger = get_logger()
@@ -58,6 +58,9 @@ WORTH_KEEPING = 512
 #: The ways whose state is in the pool.
 IN_ROWS = (Reuse.SHARED, Reuse.PACKED, Reuse.UNIFORM)
 
+#: Those whose state is in snapshots.
+IN_SNAPSHOTS = (Reuse.SNAPSHOTS, Reuse.STEPWISE)
+
 #: Attention implementations that row attention computes the same as; the last one is that of a copy
 #: of a model that is open.
 REPLACEABLE = ("sdpa", "eager", ROW_ATTENTION)
@@ -73,12 +76,14 @@ class Choice:
         limit: The longest context whose state may be kept; ``None`` means no limit.
         rows_apart: Whether beyond the limit every row needs a forward of its own: what one forward
             gives at a position is not the row of the context that ends there.
+        ragged: Whether snapshots of contexts of unlike length may go on together.
     """
 
     reuse: Reuse
     tolerance: float
     limit: int | None
     rows_apart: bool
+    ragged: bool = False
 
 
 def choose_reuse(
@@ -121,7 +126,11 @@ def choose_reuse(
                 if reach is not None:  # longer contexts are computed whole, without padding
                     logger.warning("kv.reuse_limited", limit=reach, why=twins.reasons[reuse])
                 least = _least(limit, reach)
-                return Choice(reuse, tolerance, least, least is not None and twins.rows_apart())
+                rows_apart = least is not None and twins.rows_apart()
+                is_ragged = reuse in IN_SNAPSHOTS and _is_ragged(
+                    runner, contexts, expected, tolerance
+                )
+                return Choice(reuse, tolerance, least, rows_apart, is_ragged)
             why = f"beyond {reach} tokens: {twins.reasons[reuse]}"
         reasons[reuse.value] = why
         if attention_of(model.config) != original:
@@ -150,6 +159,24 @@ def _disagreement(
     if distance <= tolerance or distance <= _rounding(runner, contexts, expected):
         return None
     return f"rows differ by {distance:.3g}"
+
+
+def _is_ragged(
+    runner: Runner,
+    contexts: Sequence[Sequence[int]],
+    expected: torch.Tensor,
+    tolerance: float,
+) -> bool:
+    """Whether contexts of unlike length have the right rows where they go on together."""
+    try:
+        rows = _logprobs([ragged(runner, contexts)])
+        distance = apart(rows, expected.repeat(2, 1))
+        why = "" if distance <= tolerance else f"rows differ by {distance:.3g}"
+    except Exception as error:  # as above
+        why = f"{type(error).__name__}: {error}"[:200]
+    if why:
+        logger.info("kv.equal_lengths", why=why)
+    return not why
 
 
 def _rounding(runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor) -> float:

@@ -20,8 +20,8 @@ class Reuse(Enum):
     attention code of their own."""
 
     SNAPSHOTS = "snapshots"
-    """Whole states after known contexts, one forward for those that are extended from equal length
-    to equal length: for state that cannot be cut (recurrent and hybrid)."""
+    """Whole states after known contexts, one forward for those that are extended by equal length:
+    for state that cannot be cut (recurrent and hybrid)."""
 
     STEPWISE = "stepwise"
     """The same, extended token by token: for models that take several tokens as a new text."""

@@ -181,15 +181,17 @@ class Runner:
         tokens: Sequence[Sequence[int]],
         adapters: Sequence[Adapter | None],
         wanted: Sequence[int],
+        empty: Sequence[int] = (),
     ) -> tuple[torch.Tensor, Any]:
-        """Run contexts of equal length, further by equal length, with transformers' own cache.
+        """Run contexts further by equal length, with transformers' own cache.
 
         Args:
             cache: What an earlier call returned, written to here; ``None`` begins the contexts.
-            start: How many tokens of each context that is.
+            start: How many positions of each context that has.
             tokens: The next ones of each context.
             adapters: One per context.
             wanted: Indices into all tokens, context by context.
+            empty: How many of the first positions of each are empty, if any.
 
         Returns:
             ``[len(wanted), vocab_size]`` logits, and the cache.
@@ -197,14 +199,20 @@ class Runner:
         Raises:
             ValueError: the model returns no cache.
         """
-        flat = [token for some in tokens for token in some]
-        ids, places = self._ids(flat, len(tokens), wanted, Upload())
+        flat, upload = [token for some in tokens for token in some], Upload()
+        fronts = upload.add(empty) if any(empty) else None
+        ids, places = self._ids(flat, len(tokens), wanted, upload)
         inputs = {"input_ids": ids, self._cache_name: cache}
         if start and self._takes_positions:
             # Told, since a model may count from 0 after a state too, as Bamba does, or ask a cache
             # that does not know.
-            positions = torch.arange(start, start + ids.shape[1], device=ids.device)
-            inputs["position_ids"] = positions.expand_as(ids)
+            all_positions = torch.arange(start + ids.shape[1], device=ids.device)
+            positions = all_positions[start:].expand_as(ids)
+            if fronts is not None:
+                first = fronts.on(ids.device)[:, None]
+                inputs["attention_mask"] = (all_positions >= first).long()
+                positions = positions - first
+            inputs["position_ids"] = positions
         logits, outputs = self._outputs(adapters, places, **inputs)
         cache = getattr(outputs, self._cache_name, None)
         if cache is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from attrs import define, field, frozen
+from torch.nn.functional import pad
 
 from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
@@ -31,10 +32,23 @@ from genlm.kit.prefixes import (
 #: a CPU.
 ROW_OF_ONE = 4
 
+#: Contexts of unlike length run together where the longest is at most twice as long as the
+#: shortest, and so much longer.
+TWICE, LONGER = 2, 64
+
+#: transformers' layers of a cache whose keys and values have a position for each token, or that
+#: have neither.
+OF_ALL_POSITIONS = (
+    "DynamicLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionLayer",
+)
+
 
 @define(eq=False)
 class Snapshot:
-    """The states of contexts of one length, as one forward left them.
+    """The states of contexts, as one forward left them. Those of shorter contexts have empty
+    positions in front.
 
     Attributes:
         cache: transformers' cache object; never written to, since it is copied before use.
@@ -54,6 +68,10 @@ class Snapshot:
     @size.default
     def _count(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(self.cache))
+
+    def longest(self, rows: Sequence[int]) -> int:
+        """The length of the longest context of some rows."""
+        return max(length_of(self.keys[row]) for row in rows)
 
 
 #: A snapshot, and the row in it of one context.
@@ -100,10 +118,11 @@ class Snapshots:
         forward: What a forward costs beside its tokens, in tokens.
         at_once: Whether the other tokens of a context are run at once. If not, they are run one at
             a time, or the whole context at once, whichever is cheaper.
+        ragged: Whether contexts of unlike length may go on together.
     """
 
-    def __init__(self, budget: int, forward: int, at_once: bool) -> None:
-        self.at_once = at_once
+    def __init__(self, budget: int, forward: int, at_once: bool, ragged: bool) -> None:
+        self.at_once, self._ragged = at_once, ragged
         self._budget = budget
         self._forward = forward
         self._used: OrderedDict[Snapshot, None] = OrderedDict()  # the least recently used first
@@ -144,29 +163,31 @@ class Snapshots:
     def groups(
         self, sequences: Mapping[int, TokenSequence], max_tokens: int
     ) -> Iterator[tuple[int, list[int], Any]]:
-        """Sequences that start and end together: where they start, which they are, and the cache
-        that they start from (``None`` at 0), of at most about ``max_tokens`` new tokens each."""
+        """Sequences that are computed together: where the longest starts, which they are, and the
+        cache that they start from (``None`` at 0), of at most about ``max_tokens`` new tokens."""
         found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for at, one in sequences.items():
             found[self._start(one), one.length].append(at)
+        # By how many tokens are new and, where they must be of one length, that.
         groups: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for (start, length), some in found.items():
-            groups[self._cheapest(start, length, len(some))[1], length] += some
+        for (known, length), some in found.items():
+            start = self._cheapest(known, length, len(some))[1]
+            groups[length - start, 0 if start and self._ragged else length] += some
         # Looked up now: what is kept of a group may drive out what the next one starts from.
         places = {
             at: self._places[self._found(sequences[at])]
-            for (start, _), some in groups.items()
+            for (new, _), some in groups.items()
             for at in some
-            if start
+            if sequences[at].length > new
         }
         for snapshot in {snapshot: None for snapshot, _ in places.values()}:
             # A chunk is gone on from once: then it goes before what others may go on from.
             self._used.move_to_end(snapshot, last=not snapshot.unfinished)
             snapshot.unfinished = False
-        for (start, length), group in groups.items():
-            count = max(max_tokens // (length - start), 1)
-            for first in range(0, len(group), count):
-                rows = group[first : first + count]
+        for (new, _), group in groups.items():
+            lengths = {at: sequences[at].length for at in group}
+            for rows in _alike(lengths, max(max_tokens // new, 1)):
+                start = lengths[rows[-1]] - new
                 yield start, rows, joined([places[at] for at in rows]) if start else None
 
     def _start(self, sequence: TokenSequence) -> int:
@@ -298,31 +319,54 @@ def _run(some: Sequence[Placement[TokenSequence]]) -> Run:
     return Run(sequence, last.rows())
 
 
+def _alike(lengths: Mapping[int, int], count: int) -> Iterator[list[int]]:
+    """Sequences, by their lengths, in batches of at most so many, none of which is mostly empty;
+    the longest comes last."""
+    batch: list[int] = []
+    for at in sorted(lengths, key=lengths.__getitem__):
+        if batch and (len(batch) == count or lengths[at] > TWICE * lengths[batch[0]] + LONGER):
+            yield batch
+            batch = []
+        batch.append(at)
+    yield batch
+
+
 def steps(
     runner: Runner, runs: Sequence[Run], start: int, cache: Any, at_once: bool
 ) -> tuple[list[int], torch.Tensor, Any]:
-    """Run the rest of some sequences of one length: at once, or, where it is not all, token by
-    token. Recurrent models may take several tokens as a beginning, and ignore what their cache
-    holds.
+    """Run the rest of some sequences, of which equally many tokens are new: at once, or, where it
+    is not all, token by token. Recurrent models may take several tokens as a beginning, and ignore
+    what their cache holds.
+
+    Args:
+        runner: The model.
+        runs: What to compute, the longest last.
+        start: Where that one starts.
+        cache: What they start from.
+        at_once: Whether all tokens are run at once.
 
     Returns:
         For each row of logits, the index of its sequence; the logits; the cache.
     """
     sequences = [run.sequence for run in runs]
-    length = sequences[0].length
+    length = sequences[-1].length
+    empty = [length - sequence.length for sequence in sequences]  # positions in front of each
     owners: list[int] = []
     parts = []
     for stop in [length] if at_once or not start else range(start + 1, length + 1):
         wanted = [
-            (index, row * (stop - start) + at - start)
-            for row, run in enumerate(runs)
+            (index, row * (stop - start) + at + front - start)
+            for row, (run, front) in enumerate(zip(runs, empty, strict=True))
             for index, at in run.rows
-            if start <= at < stop
+            if start <= at + front < stop
         ]
-        tokens = [sequence.tokens[start:stop] for sequence in sequences]
+        tokens = [
+            sequence.tokens[start - front : stop - front]
+            for sequence, front in zip(sequences, empty, strict=True)
+        ]
         adapters = [sequence.adapter for sequence in sequences]
         places = [place for _, place in wanted]
-        logits, cache = runner.stateful(cache, start, tokens, adapters, places)
+        logits, cache = runner.stateful(cache, start, tokens, adapters, places, empty)
         owners += [index for index, _ in wanted]
         parts.append(logits)
         start = stop
@@ -336,15 +380,19 @@ def steps(
 
 @torch.inference_mode()
 def joined(places: Sequence[Place]) -> Any:
-    """A new cache whose rows are copies of these, all of contexts of one length."""
-    upload = Upload()
-    runs = [
-        (snapshot.cache, Places([row for _, row in run], upload))
-        for snapshot, run in groupby(places, key=itemgetter(0))
-    ]
-    parts = zip(*(_selected(cache, rows) for cache, rows in runs), strict=True)
+    """A new cache whose rows are copies of these; shorter ones get empty positions in front.
+
+    Raises:
+        ValueError: they are of unlike length, and a layer of the cache is of another kind.
+    """
+    upload, runs = Upload(), []
+    for snapshot, run in groupby(places, key=itemgetter(0)):
+        rows = [row for _, row in run]
+        runs.append((snapshot, Places(rows, upload), snapshot.longest(rows)))
+    width = max(longest for *_, longest in runs)
+    parts = zip(*(_selected(*run, width) for run in runs), strict=True)
     tensors = [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
-    cache = runs[0][0]
+    cache = runs[0][0].cache
     # What the memo holds is not copied, but taken: lengths and flags come from the first cache,
     # tensors from all.
     return deepcopy(
@@ -352,14 +400,30 @@ def joined(places: Sequence[Place]) -> Any:
     )
 
 
-def _selected(cache: Any, rows: Places) -> Iterator[torch.Tensor]:
-    for tensor in _tensors(cache):
+def _selected(snapshot: Snapshot, rows: Places, longest: int, width: int) -> Iterator[torch.Tensor]:
+    """Copies of some rows, of which the longest has so many positions, at another width."""
+    unused = snapshot.longest(range(len(snapshot.keys))) - longest
+    lasting = {id(one) for one in _of_all_positions(snapshot)} if unused or width > longest else ()
+    for tensor in _tensors(snapshot.cache):
+        resized = id(tensor) in lasting
+        if resized:
+            tensor = tensor[..., unused:, :]
         at = rows.on(tensor.device)
         if isinstance(at, slice):
             part = tensor.narrow(0, at.start, at.stop - at.start)
-            yield part.clone(memory_format=torch.contiguous_format)
+            part = part.clone(memory_format=torch.contiguous_format)
         else:
-            yield tensor.index_select(0, at)
+            part = tensor.index_select(0, at)
+        yield pad(part, (0, 0, width - longest, 0)) if resized else part
+
+
+def _of_all_positions(snapshot: Snapshot) -> Iterator[torch.Tensor]:
+    """Its tensors that have a position for each token, in the last dimension but one."""
+    for layer in getattr(snapshot.cache, "layers", [None]):
+        if type(layer).__name__ not in OF_ALL_POSITIONS:
+            raise ValueError(f"its cache has a {type(layer).__name__}")
+        found = getattr(layer, "keys", None), getattr(layer, "values", None)
+        yield from (tensor for tensor in found if tensor is not None)
 
 
 @torch.inference_mode()

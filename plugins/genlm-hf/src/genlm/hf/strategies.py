@@ -318,7 +318,7 @@ def _place(piece: tuple[Placed, TokenSequence, Segment, int, int]) -> int:
 
 @define(eq=False)
 class InSnapshots(Strategy):
-    """With snapshots: contexts that grow from equal length to equal length together."""
+    """With snapshots: contexts that grow by equal length together."""
 
     snapshots: Snapshots
 
@@ -390,7 +390,9 @@ class InSnapshots(Strategy):
         self.snapshots.drop_adapter(adapter)
 
 
-def strategy_for(reuse: Reuse, runner: Runner, max_tokens: int, budget: int) -> Strategy:
+def strategy_for(
+    reuse: Reuse, runner: Runner, max_tokens: int, budget: int, ragged: bool = False
+) -> Strategy:
     """The strategy for a way of reuse.
 
     Args:
@@ -398,13 +400,14 @@ def strategy_for(reuse: Reuse, runner: Runner, max_tokens: int, budget: int) -> 
         runner: Runs forwards.
         max_tokens: The most new tokens in one forward.
         budget: The most bytes of state to keep.
+        ragged: Whether snapshots of contexts of unlike length may go on together.
     """
     costs = costs_of(runner.device)
     if reuse is Reuse.NONE:
         return Strategy(runner, max_tokens)
     if reuse in (Reuse.SNAPSHOTS, Reuse.STEPWISE):
         at_once = reuse is Reuse.SNAPSHOTS
-        return InSnapshots(runner, max_tokens, Snapshots(budget, costs.forward, at_once))
+        return InSnapshots(runner, max_tokens, Snapshots(budget, costs.forward, at_once, ragged))
     shares = reuse is Reuse.SHARED
     waiting = max(WORTH.waiting, costs.forward)
     worth = evolve(WORTH, waiting=waiting, plenty=costs.plenty)

@@ -15,6 +15,7 @@ from genlm.hf.pool import copy_front
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Snapshot, joined
+from genlm.kit.prefixes import key_of
 from genlm.kit.segments import Row, Trunk
 
 
@@ -102,6 +103,31 @@ def _stepwise(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.T
         _continued(runner, context, range(cut, len(context) + 1))
         for context, cut in zip(contexts, cuts, strict=True)
     ]
+
+
+def ragged(runner: Runner, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The last two tokens of contexts of unlike length together, and then the last one again of
+    each alone: the rows of all, twice."""
+    none: list[Adapter | None] = [None] * len(contexts)
+    longest = max(map(len, contexts))
+    empty = [longest - len(context) for context in contexts]
+    begun = [
+        Snapshot(
+            runner.stateful(None, 0, [context[:-2]], [None], [0])[1], [key_of(0, context[:-2])]
+        )
+        for context in contexts
+    ]
+    cache = joined([(each, 0) for each in begun])
+    tokens = [context[-2:-1] for context in contexts]
+    cache = runner.stateful(cache, longest - 2, tokens, none, [0], empty)[1]
+    both = Snapshot(cache, [key_of(0, context[:-1]) for context in contexts])
+    cache = joined([(both, row) for row in range(len(contexts))])
+    tokens = [context[-1:] for context in contexts]
+    rows = [runner.stateful(cache, longest - 1, tokens, none, [*range(len(none))], empty)[0]]
+    for row, context in enumerate(contexts):
+        cache = joined([(both, row)])
+        rows.append(runner.stateful(cache, len(context) - 1, [context[-1:]], [None], [0])[0])
+    return torch.cat(rows)
 
 
 def _continued(runner: Runner, context: Sequence[int], stops: Sequence[int]) -> torch.Tensor:
