@@ -48,6 +48,9 @@ STARTS = 60.0
 #: After so much that hung, no further clause is tried.
 HANGS = 3
 
+#: How long a failing example is made simpler, seconds.
+SHRINKING = 20.0
+
 #: How many of the first cold rows are asked for again at the end.
 REMEMBERED = 40
 
@@ -65,8 +68,8 @@ class Subject(Driver):
         self.until = time.monotonic() + suite.deadline * max(1.0, suite.effort)
         self.atol, self.effort, self.seed = suite.atol, suite.effort, suite.seed
         self.adapters = {name: os.fspath(path) for name, path in suite.adapters.items()}
-        #: How long a failing example is made simpler, seconds; 0 where nobody reads it.
-        self.shrinking = 20.0
+        #: The same, or 0 where nobody reads it.
+        self.shrinking = SHRINKING
         #: The longest context whose row was looked at, where that is longer than :attr:`longest`.
         self.looked = 0
         #: The largest deviation of a probability from the oracle's, in this clause.
