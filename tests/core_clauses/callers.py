@@ -29,7 +29,7 @@ class CallerClauses:
                 with live.gate.held():
                     # The engine has this in hand, so that all others wait.
                     (blocker,) = await started(live.lm.next_token_logprobs(live.contexts.stem[:2]))
-                    await live.engine_held()
+                    await live.gate.until_held()
                     tasks = await started(*map(live.lm.next_token_logprobs, contexts))
                     live.lm.reset_async_queries()
                     dropped = await live.soon(asyncio.gather(*tasks, return_exceptions=True))

@@ -167,7 +167,7 @@ class AdapterClauses:
                     live.lm.sequence_logprobs(context, tail, first),
                     live.lm.sample(context, DRAWN, [], lora_name=first),
                 )
-                await live.engine_held()
+                await live.gate.until_held()
                 draw.cancel()
                 await submitted()
                 changed = live.thread(change)

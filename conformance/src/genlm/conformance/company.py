@@ -136,7 +136,7 @@ class CompanyClauses:
                 (asked[f"draw {i}"],) = await started(lm.sample(long, length, [], seed=i))
                 if i:  # the engine has been woken, if it waits for what is finished
                     live.gate.release(calls=1)
-                await live.engine_held()
+                await live.gate.until_held()
             (asked["row"],) = await started(lm.next_token_logprobs(row))
             live.gate.release()
             order = await _in_order(asked)
@@ -161,7 +161,7 @@ class CompanyClauses:
         async def scenario() -> None:
             with live.gate.held():
                 (draw,) = await started(live.lm.sample(long, length, [], seed=1))
-                await live.engine_held()
+                await live.gate.until_held()
                 draw.cancel()
                 await submitted()
 
@@ -219,7 +219,7 @@ class CompanyClauses:
                     "holds",
                 )
             raised = [each for each in live.gate.misdeeds if each.startswith("genlm_wake")]
-            live.told.update(raised)
+            live.gate.told.update(raised)
             check(not raised, "; ".join(raised[:1]))
             live.expect_all(rows, [context, beside][: len(rows)], how="with a wake in the step")
 
@@ -254,7 +254,7 @@ class CompanyClauses:
         async def scenario() -> Outcome:
             live.gate.hold()
             await ask_another()
-            await live.engine_held()
+            await live.gate.until_held()
             (asked["a row"],) = await started(live.lm.next_token_logprobs(victims[0]))
             if draws:
                 drawn = live.lm.sample(victims[1], 2, [], seed=1)

@@ -33,7 +33,9 @@ class Driver:
     """
 
     def __init__(self, patience: float) -> None:
-        self.patience = self._patience = patience
+        self.patience = patience
+        #: What is left of it.
+        self.patience_now = patience
         #: How often something hung.
         self.hangs = 0
         #: When the run as a whole must have ended, by ``time.monotonic``.
@@ -64,7 +66,7 @@ class Driver:
         while True:
             beat = self._loop.beat()
             try:
-                return future.result(self._patience)
+                return future.result(self.patience_now)
             except TimeoutError:
                 if future.done():
                     raise
@@ -82,7 +84,7 @@ class Driver:
             return task.result()
         finally:
             task.cancel()
-            await asyncio.wait([task], timeout=self._patience)
+            await asyncio.wait([task], timeout=self.patience_now)
             if task.done() and not task.cancelled():
                 task.exception()  # or asyncio reports that nobody looked
 
@@ -146,6 +148,13 @@ class Driver:
                 if standstill():
                     raise self._hang(f"{what} did not return", times) from None
 
+    def here(
+        self, happens: Callable[[], Coroutine[Any, Any, None]], what: str = "a call"
+    ) -> Callable[[], None]:
+        """For another thread: have something happen in this event loop, and wait for it."""
+        loop = asyncio.get_running_loop()
+        return lambda: self.wait(asyncio.run_coroutine_threadsafe(happens(), loop), what)
+
     def calls(self) -> int:
         """How many calls of the engine have ended."""
         return 0
@@ -176,16 +185,16 @@ class Driver:
         )
 
     def _wait_for(self, times: float = 1) -> float:
-        return max(0.0, min(times * self._patience, self.until - time.monotonic()))
+        return max(0.0, min(times * self.patience_now, self.until - time.monotonic()))
 
     def _hang(self, what: str, times: float = 1) -> Violation:
         violation = Violation(
-            f"{what} within {times * self._patience:g} s: it hangs, or is so slow that `patience` "
-            f"(--patience) must be raised{standing()}"
+            f"{what} within {times * self.patience_now:g} s: it hangs, or is so slow that "
+            f"`patience` (--patience) must be raised{standing()}"
         )
         self.hangs += 1
         # Shrinking would hang again and again, and so may every clause that follows.
-        self._patience = self.patience / 20
+        self.patience_now = self.patience / 20
         return violation
 
 

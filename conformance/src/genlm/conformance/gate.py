@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import sys
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from genlm.conformance.compare import origin
+from genlm.conformance.driver import Driver
+from genlm.core.errors import PluginError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.types import (
     Answer,
@@ -43,21 +46,30 @@ class EngineGate:
     """Observes and holds evaluations. All is as it was after :meth:`reset`.
 
     Args:
-        patience: The most seconds to hold the engine, or to wait for it.
+        driver: Has the patience.
     """
 
-    def __init__(self, patience: float) -> None:
-        self.patience = patience
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
         self._changed = threading.Condition()
         self._inside = False
         #: How many calls have ended, of all.
         self.calls = 0
-        #: What the engine did against the contract, as far as it is seen here, in words.
+        #: What its results had against the contract, as the core tells it.
+        self.violations: list[PluginError] = []
+        #: What else the engine did against it, as far as it is seen here, in words.
         self.misdeeds: list[str] = []
+        #: Those of both that a clause has told.
+        self.told: set[str] = set()
         self._returned: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self.reset()
 
     # --- for the clauses: any thread --------------------------------------------------------------
+
+    @property
+    def patience(self) -> float:
+        """The most seconds to hold the engine, or to wait for it."""
+        return self._driver.patience_now
 
     def reset(self) -> None:
         """Forget what was seen, hold nothing."""
@@ -97,8 +109,11 @@ class EngineGate:
             self._passes, self._inside = calls, False
             self._changed.notify_all()
 
-    def wait_inside(self) -> None:
-        """Wait until an evaluation is being held."""
+    async def until_held(self) -> None:
+        """Wait until the engine is being held at the beginning of an evaluation."""
+        await asyncio.wrap_future(self._driver.thread(self._wait_inside))
+
+    def _wait_inside(self) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._inside, self.patience):
                 raise TimeoutError(f"no request reached the engine within {self.patience:g} s")

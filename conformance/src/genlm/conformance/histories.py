@@ -86,8 +86,8 @@ class HistoryClauses:
         """In every clause up to here the hooks returned what the contract says, left it alone
         afterwards, and woke the engine without an error. (What another clause has said is not said
         again.)"""
-        found = [str(violation) for violation in live.contract_violations] + live.gate.misdeeds
-        found = [each for each in dict.fromkeys(found) if each not in live.told]
+        found = [str(violation) for violation in live.gate.violations] + live.gate.misdeeds
+        found = [each for each in dict.fromkeys(found) if each not in live.gate.told]
         check(not found, "; ".join(found[:3]))
 
 

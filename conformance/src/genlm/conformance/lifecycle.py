@@ -198,7 +198,7 @@ class LifecycleClauses:
         async def say_goodbye() -> tuple[list[Outcome], list[Outcome]]:
             live.gate.hold()
             taken = await started(lm.next_token_logprobs(stem[:2]))
-            await live.engine_held()
+            await live.gate.until_held()
             waiting = await started(*(lm.next_token_logprobs(stem[:n]) for n in (3, 4, 4)))
             closing = asyncio.wrap_future(live.thread(lm.close))
             # These must end while the engine is still busy with the first request.

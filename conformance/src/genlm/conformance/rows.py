@@ -97,7 +97,7 @@ class RowClauses:
 
         @for_all(live, contexts=live.contexts.several(), tokens=live.contexts.tails())
         def engine_keeps_its_contract(contexts: list[TokenIds], tokens: TokenIds) -> None:
-            before = len(live.contract_violations)
+            before = len(live.gate.violations)
             live.gather(contexts)
             live.lm.cache_kv(contexts[0])
             if live.lm.supports("genlm_cache_prefix"):
@@ -108,6 +108,6 @@ class RowClauses:
                 )
             live.run(live.lm.batch_sample(contexts, max_tokens=2, eos_token_ids=[], seed=0))
             live.score(contexts[0], tokens)
-            found = list(dict.fromkeys(map(str, live.contract_violations[before:])))
-            live.told.update(found)
+            found = list(dict.fromkeys(map(str, live.gate.violations[before:])))
+            live.gate.told.update(found)
             check(not found, "; ".join(found[:3]))

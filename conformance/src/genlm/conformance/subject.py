@@ -28,7 +28,7 @@ from genlm.conformance.declaration import Declaration
 from genlm.conformance.driver import ABANDONED, Awaited, Driver, Outcome
 from genlm.conformance.gate import EngineGate
 from genlm.core.cache import OutputCache
-from genlm.core.errors import BackendNotFoundError, PluginError
+from genlm.core.errors import BackendNotFoundError
 from genlm.core.lm import AsyncLM
 from genlm.core.plugins import Backend, find_backend
 from genlm.core.types import TokenIds
@@ -74,10 +74,7 @@ class Subject(Driver):
         self.looked = 0
         #: The largest deviation of a probability from the oracle's, in this clause.
         self.deviation = 0.0
-        self.gate = EngineGate(suite.patience)
-        self.contract_violations: list[PluginError] = []
-        #: Those that a clause has told.
-        self.told: set[str] = set()
+        self.gate = EngineGate(self)
         self._together = ""  # the contexts that were asked last, for messages
         self._commands = history.keep()
         self._lm: AsyncLM | None = None
@@ -126,7 +123,7 @@ class Subject(Driver):
 
     def load(self) -> AsyncLM:
         """Load the model, with what observes its engine around it."""
-        return self.suite.load(wrappers=[self.gate], check=self.contract_violations.append)
+        return self.suite.load(wrappers=[self.gate], check=self.gate.violations.append)
 
     def loaded(self, load: Callable[[], AsyncLM]) -> AsyncLM:
         """What ``load`` returns, which may take ten times the patience."""
@@ -136,11 +133,6 @@ class Subject(Driver):
     def rows(self) -> int:
         """How many rows the model that is open has computed; 0 where none is."""
         return self._lm.stats.rows if self._lm is not None else 0
-
-    def _hang(self, what: str, times: float = 1) -> Violation:
-        violation = super()._hang(what, times)
-        self.gate.patience = self._patience
-        return violation
 
     @property
     def contexts_limit(self) -> int | None:
@@ -383,10 +375,6 @@ class Subject(Driver):
         """The same of requests asked together."""
         self.expect_all(self.gather(contexts, adapters), contexts, adapters, how=how)
 
-    async def engine_held(self) -> None:
-        """Wait until the engine is being held at the beginning of an evaluation."""
-        await asyncio.wrap_future(self.thread(self.gate.wait_inside))
-
     def gather(
         self, contexts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None
     ) -> list[Outcome]:
@@ -401,13 +389,6 @@ class Subject(Driver):
             return await asyncio.gather(*rows, return_exceptions=True)
 
         return self.run(together())
-
-    def here(
-        self, happens: Callable[[], Coroutine[Any, Any, None]], what: str = "a call"
-    ) -> Callable[[], None]:
-        """For another thread: have something happen in this event loop, and wait for it."""
-        loop = asyncio.get_running_loop()
-        return lambda: self.wait(asyncio.run_coroutine_threadsafe(happens(), loop), what)
 
     @asynccontextmanager
     async def after_each_call(
