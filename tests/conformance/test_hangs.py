@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from genlm.conformance import ConformanceSuite, subject
+from genlm.conformance import ConformanceSuite, model
 from genlm.conformance.compare import Violation
 from genlm.conformance.report import run
 from genlm.core import AsyncLM, hookimpl
@@ -134,7 +134,7 @@ threading.Event().wait()
 def test_a_module_whose_import_never_ends(install, monkeypatch, capsys) -> None:
     """The command says so, and so does a test that inherits the suite."""
     install("endless", ENDLESS)
-    monkeypatch.setattr(subject, "STARTS", 0.5)
+    monkeypatch.setattr(model, "STARTS", 0.5)
     found = "importing the plugin module of 'endless' did not return within 0.5 s: it hangs"
     where = r"in the import of its module: \S+plugin_endless\.py, line 5, in <module>\)$"
     assert main(["conformance", "endless", "--model", "any", "--patience", "0.5"]) == 3

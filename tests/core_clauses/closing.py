@@ -19,7 +19,7 @@ class ClosingClauses:
         lm, six = live.lm, live.contexts.stem[:6]
         live.ask(six)
         outcomes = [live.outcome(live.thread(lm.close)) for _ in range(2)]
-        live.end(closed=True)
+        live.model.end(closed=True)
         for which, outcome in zip(("close()", "a second close()"), outcomes, strict=True):
             check(outcome is None, f"{which} ended in {outcome!r:.200}")
 

@@ -39,7 +39,7 @@ class WrapperClauses:
         distribution."""
         prompt, other = live.contexts.stem[:4], live.contexts.stem[:2]
         length = min(8, live.contexts.limit - len(prompt))
-        live.end()  # there may be no room for two
+        live.model.end()  # there may be no room for two
         changing = Changing()
         with contextlib.closing(live.suite.load(wrappers=[changing])) as lm:
             rows = {

@@ -110,15 +110,15 @@ class AdapterClauses:
                 done.append("it was pinned")
             expect(old)
             if removed:
-                live.remove(first)
+                live.model.remove(first)
                 done.append(f"{first!r} was removed")
-            live.bind(first, live.adapters[second])
+            live.model.bind(first, second)
             done.append(f"{first!r} was bound to the files of {second!r}")
             expect(new)
             live.lm.clear_cache()
             done.append("the row cache was cleared")
             expect(new)
-            live.bind(first, live.adapters[first])
+            live.model.bind(first, first)
             done.append(f"{first!r} was bound to its own files again")
             expect(old)
 
@@ -130,7 +130,7 @@ class AdapterClauses:
         def removed_adapter(context: TokenIds) -> None:
             expected = live.cold(context, name)
             live.ask(context, name)
-            live.remove(name)
+            live.model.remove(name)
             (outcome,) = live.gather([context], [name])
             check(
                 isinstance(outcome, UnknownAdapterError),
@@ -138,7 +138,7 @@ class AdapterClauses:
             )
             for other in [None, *(other for other in live.adapters if other != name)]:
                 live.check_row(context, other, how=f"after {name!r} was removed")
-            live.bind(name, live.adapters[name])
+            live.model.bind(name, name)
             what = f"{list(context)} with {name!r} added again"
             live.expect_row(live.ask(context, name), expected, what)
 
@@ -153,9 +153,9 @@ class AdapterClauses:
         asked."""
         first, second, *_ = live.needs_adapters(2)
         changes: dict[str, Callable[[], None]] = {
-            f"{first!r} is bound anew": lambda: live.bind(first, live.adapters[second]),
-            f"{first!r} is removed": lambda: live.remove(first),
-            "another is added": lambda: live.bind("another", live.adapters[first]),
+            f"{first!r} is bound anew": lambda: live.model.bind(first, second),
+            f"{first!r} is removed": lambda: live.model.remove(first),
+            "another is added": lambda: live.model.bind("another", first),
         }
         context, tail = live.contexts.stem[:4], live.contexts.tokens[:2]
         names = [None, first, second]
@@ -186,7 +186,7 @@ class AdapterClauses:
             if not isinstance(score, UnknownAdapterError):
                 asked = f"{brief(tail)} after {brief(context)} with {first!r}, while {what}"
                 expect_score(live, float(answered(score, asked)[1]), expected, f"{asked}: token 1")
-            for name in [None, *live.bound]:
+            for name in [None, *live.model.bound]:
                 live.check_row(context, name, how=f"after {what}")
 
     def test_adapters_added_at_once(self, live: Subject) -> None:
@@ -198,8 +198,7 @@ class AdapterClauses:
         rows = [live.cold(context, name) for name in names]
         live.gate.readers = threading.Barrier(2)
         calls = [
-            live.thread(functools.partial(live.lm.add_new_lora, live.adapters[name], f"new-{name}"))
-            for name in names
+            live.thread(functools.partial(live.model.bind, f"new-{name}", name)) for name in names
         ]
         for call in calls:
             answered(live.outcome(call), "an adapter that is added beside another")
@@ -207,7 +206,7 @@ class AdapterClauses:
         for name, row in zip(names, rows, strict=True):
             how = f"{brief(context)} with {name!r}, added while another was"
             live.expect_row(live.ask(context, f"new-{name}"), row, how)
-            live.lm.remove_lora(f"new-{name}")
+            live.model.remove(f"new-{name}")
 
     def test_adapter_that_fails_to_load(self, live: Subject) -> None:
         """If loading an adapter fails, the name keeps its old binding and every row is as
@@ -221,7 +220,7 @@ class AdapterClauses:
             check(bool(str(error)), f"{type(error).__name__} without a message")
         else:
             # An engine that takes any path, such as the mock: nothing failed.
-            live.bind(name, live.adapters[name])
+            live.model.bind(name, name)
         for chosen in (None, name):
             live.check_row(context, chosen, how=f"after loading {name!r} from nowhere")
 
@@ -229,13 +228,12 @@ class AdapterClauses:
         """More adapters than an engine may have places for: each keeps its rows, in one batch and
         in turn."""
         first, second, *_ = live.needs_adapters(2)
-        paths = [live.adapters[first], live.adapters[second]]
         context = live.contexts.stem[:4]
         rows = [live.cold(context, first), live.cold(context, second)]
         names = []
         for i in range(4):
             try:
-                live.bind(f"further-{i}", paths[i % 2])
+                live.model.bind(f"further-{i}", (first, second)[i % 2])
             except Exception:  # an engine may have a limit, and say so
                 break
             names.append(f"further-{i}")
@@ -271,10 +269,10 @@ class AdapterFileClauses:
             for i in (0, 1, 0):
                 shutil.rmtree(same, ignore_errors=True)
                 shutil.copytree(folders[i], same)
-                live.bind("moving", same)
+                live.model.bind("moving", same)
                 what = f"an adapter from a copy of {folders[i]}"
                 live.expect_row(live.ask(context, "moving"), rows[i], what)
-                live.remove("moving")
+                live.model.remove("moving")
 
     def test_adapter_of_another_model(self, live: Subject) -> None:
         """An adapter whose matrices do not fit the model is refused, and every row is as before."""
@@ -286,12 +284,12 @@ class AdapterFileClauses:
             if not _write_wider(live.adapters[name], folder):
                 pytest.skip("the adapter is not a folder with adapter_model.safetensors")
             try:
-                live.bind("wider", folder)
+                live.model.bind("wider", folder)
             except Exception as error:
                 check(bool(str(error)), f"{type(error).__name__} without a message")
             else:
                 (outcome,) = live.gather([context], ["wider"])
-                live.remove("wider")
+                live.model.remove("wider")
                 raise Violation(
                     "an adapter of a model of twice the width was accepted, and gives "
                     f"{outcome!r:.80}"

@@ -121,7 +121,7 @@ class Draw:
 
     def alone(self, live: Subject, owner: str | None) -> Draw:
         free = evolve(self, adapter=owner, stop=None)
-        key = (self.prompt, self.most, tuple(self.options.items()), live.path_of(owner))
+        key = (self.prompt, self.most, tuple(self.options.items()), live.model.path_of(owner))
         drawn: tuple[int, ...] = live.noted(key, lambda: tuple(live.run(free.ask(live))))
         check(len(drawn) == self.most, f"a {free}, asked alone, gives {len(drawn)} tokens")
         if self.stop is None or self.stop >= len(drawn):

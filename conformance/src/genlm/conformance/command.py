@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from genlm.conformance.compare import ATOL, Violation
+from genlm.conformance.model import imported
 from genlm.conformance.report import Report, Verdict, run
 from genlm.conformance.suite import ConformanceSuite
 from genlm.core.cli.model import named, parsed
@@ -45,9 +46,9 @@ def run_command(options: argparse.Namespace) -> int:
         write = _writer(options.report)
         with _ending(suite), contextlib.closing(suite.subject()) as subject:
             subject.until = math.inf  # the run begins after it
-            backend = subject.imported(suite.backend)
+            backend = imported(suite.backend, subject)
             if suite.reference is not None:
-                subject.imported(suite.reference)
+                imported(suite.reference, subject)
     except Violation as hangs:
         report = Report(suite.backend, str(suite.model), (), not_loaded=str(hangs))
         return _tell(report, options.json, write)

@@ -29,7 +29,7 @@ class FaultClauses:
         failing = self._failing(live)
         for asked in (mixed, plain, mixed[:1]):
             for times in (1, 1 << 20):
-                live.clear()
+                live.model.clear()
                 with failing(times):
                     outcomes = live.gather(*zip(*asked, strict=True))
                 for outcome, (context, name) in zip(outcomes, asked, strict=True):
@@ -61,7 +61,7 @@ class FaultClauses:
         }
         for context in contexts:
             for what, ask in ways.items():
-                live.clear()
+                live.model.clear()
                 half = context[: len(context) // 2]
                 live.ask(half, adapter)  # what fails begins with state that is kept
                 with failing(1 << 20), contextlib.suppress(Exception):

@@ -65,13 +65,13 @@ class HistoryClauses:
         for context in contexts:
             live.lm.cache_kv(context[:-1])
         with _changed_weights(model):
-            live.clear()
+            live.model.clear()
             for context, row in zip(contexts, old, strict=True):
                 cold = live.lm.next_token_logprobs_uncached(context)
                 if cold.equal(row):
                     pytest.skip("the weights in this process are not those that the engine uses")
                 live.expect_row(live.ask(context), cold, f"{brief(context)} with other weights")
-        live.clear()
+        live.model.clear()
         for context in contexts:
             live.check_row(context, how="with the old weights again")
 
@@ -126,11 +126,11 @@ class GrowthClauses:
         for turn, token in enumerate(contexts.tokens[:2]):
             longer = [(*context, token) for context in pinned]
             if adapter is not None:
-                live.bind(MOVING, live.adapters[adapter])
+                live.model.bind(MOVING, adapter)
                 live.gather(long[:4], [MOVING] * 4)
                 how = "with an adapter, extending one that is pinned without"
                 live.check_rows(longer, [MOVING] * len(longer), how=how)
-                live.remove(MOVING)
+                live.model.remove(MOVING)
             live.gather(many[turn::2])
             live.gather(long[turn::2])
             self._expect_all(live, longer, "extending a pinned one, after others came and went")
@@ -148,7 +148,7 @@ class GrowthClauses:
         each = math.ceil(260 / times)  # 260 pins at least
         for turn in range(times):
             name = names[turn % 2]
-            live.bind(MOVING, live.adapters[name])
+            live.model.bind(MOVING, name)
             try:
                 for pin in range(each):
                     context = contexts.long(longest, (turn + pin) % 6)
@@ -164,7 +164,7 @@ class GrowthClauses:
                 (row,) = live.gather([longer], [MOVING])
                 how = f"pinned with {MOVING!r}, which was bound to {name!r}, for time {turn + 1}"
                 live.expect(row, longer, name, how=how)
-        live.remove(MOVING)
+        live.model.remove(MOVING)
 
     def _expect_all(self, live: Subject, contexts: list[TokenIds], how: str) -> None:
         live.lm.clear_cache()

@@ -142,13 +142,13 @@ class LengthClauses:
                 near[(*text[:at], other, *text[at + 1 :])] = f"with token {at} changed to {other}"
             for context, how in near.items():
                 live.check_row(context, how=f"{how}, after others like it")
-            live.clear()
+            live.model.clear()
             live.check_rows([*near], how="together with others that differ in one token")
         for size in (16, 32, 64, 100):
             end = contexts.long(size, 1)
             first, second = contexts.long(size, 2), contexts.long(size, 3)
             if 2 * size <= most:
-                live.clear()
+                live.model.clear()
                 for context in (first + end, second, second + end, first + end):
                     live.check_row(context, how="whose end others have behind other beginnings")
 
@@ -240,7 +240,7 @@ class LengthClauses:
         for drawn, prompt in zip(draws, prompts, strict=True):
             expect_greedy(live, drawn, prompt, how="together with scores, with temperature=0")
         hook = "genlm_step" if lm.supports("genlm_step", "scores") else "genlm_sequence_logprobs"
-        padded = live.model_ids > len(lm.byte_vocab)
+        padded = live.model.ids > len(lm.byte_vocab)
         if padded and lm.supports(hook) and not lm.supports(hook, "width"):
             pytest.skip(
                 "scores were made from rows, since the model has more ids than the tokenizer; to "

@@ -19,7 +19,8 @@ from attrs import frozen
 
 from genlm.conformance.compare import Violation, brief, check
 from genlm.conformance.driver import Outcome, started
-from genlm.conformance.subject import STARTS, Subject
+from genlm.conformance.model import STARTS, imported
+from genlm.conformance.subject import Subject
 from genlm.core.errors import ModelClosedError
 from genlm.core.lm import AsyncLM
 
@@ -136,7 +137,7 @@ class LifecycleClauses:
             live.gather(contexts[turn * third : (turn + 1) * third])
             live.sample(contexts[0], 3, seed=0)
             live.lm.cache_kv(contexts[turn])
-            live.clear()
+            live.model.clear()
             if turn:  # what the first one leaves may be made once
                 left.append(alive())
         before, after = left
@@ -180,7 +181,7 @@ class LifecycleClauses:
                 "this class says that there is no room for a second model (second_model = False)"
             )
         try:
-            return live.awaited(live.loaded(live.suite.load))
+            return live.model.loaded(live.suite.load)
         except Exception as error:
             pytest.skip(
                 "the backend refuses another model while one is open "
@@ -210,7 +211,7 @@ class LifecycleClauses:
         try:
             waiting, (taken, closed) = live.run(say_goodbye())
         finally:
-            live.end(closed=True)
+            live.model.end(closed=True)
         for outcome in waiting:
             check(
                 isinstance(outcome, ModelClosedError),
@@ -225,7 +226,7 @@ class LifecycleClauses:
         other = copy.copy(live.suite)
         other.options = {**other.options, "no_such_option": 1}
         try:
-            lm = live.loaded(other.load)
+            lm = live.model.loaded(other.load)
         except ValueError as error:
             check("no_such_option" in str(error), f"the refusal does not name the option: {error}")
         else:
@@ -245,13 +246,13 @@ class LifecycleClauses:
                 f"{patience:g} s: it hangs"
             ) from None
         check(looked.returncode == 0, f"looking at the backend failed: {looked.stderr[-500:]}")
-        imported = set(json.loads(looked.stdout.splitlines()[-1]))
-        backend = live.imported(live.suite.backend)
+        brought = set(json.loads(looked.stdout.splitlines()[-1]))
+        backend = imported(live.suite.backend, live)
         engine = backend.info().engine
         own = backend.entry_point.dist.name if backend.entry_point.dist else None
         modules = importlib.metadata.packages_distributions().items()
         forbidden = {module for module, names in modules if engine in names and engine != own}
-        found = sorted(imported & (forbidden | HEAVY))
+        found = sorted(brought & (forbidden | HEAVY))
         check(
             not found,
             f"importing {backend.entry_point.value} and asking genlm_backend_info imports "

@@ -15,6 +15,7 @@ import pytest
 from attrs import asdict, field, frozen
 
 from genlm.conformance.compare import Violation, origin
+from genlm.conformance.model import imported
 from genlm.conformance.properties import violation_in
 from genlm.conformance.subject import Subject
 from genlm.conformance.suite import INVOLVED, OneModel, clause_names
@@ -203,7 +204,7 @@ def run(
 def _setting(suite: OneModel, subject: Subject) -> dict[str, str]:
     lm = subject.lm  # loads the model
     try:
-        backend = subject.imported(suite.backend)
+        backend = imported(suite.backend, subject)
         info = subject.wait(subject.thread(backend.info), "genlm_backend_info()")
         plugin, engine = backend.distribution, info.engine
     except GenlmError:  # a model that was made in another way
@@ -233,18 +234,18 @@ def _version(distribution: str) -> str:
 
 
 def _verdict(suite: OneModel, name: str, subject: Subject) -> Verdict:
-    began, rows = time.perf_counter(), subject.rows
+    began, rows = time.perf_counter(), subject.model.rows
     status: Status = "passed"
     detail, violation = "", False
     try:
-        given = () if name == "test_no_clause_is_missing" else (subject.begin(),)
+        given = () if name == "test_no_clause_is_missing" else (subject.begin(suite),)
         getattr(suite, name)(*given)
     except pytest.skip.Exception as skipped:
         status, detail = "skipped", str(skipped)
     except Exception as error:
         status, detail = "failed", counterexample(error)
         violation = violation_in(error) is not None
-    seconds, rows = time.perf_counter() - began, max(0, subject.rows - rows)
+    seconds, rows = time.perf_counter() - began, max(0, subject.model.rows - rows)
     clause = name.removeprefix("test_")
     return Verdict(clause, status, detail, seconds, rows, subject.deviation, violation)
 

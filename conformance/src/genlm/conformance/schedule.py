@@ -299,8 +299,8 @@ class Performance:
                     self._ready[request, owner] = request.alone(live, owner)
         if moves:
             self._moving = self._names[0]
-            live.bind(MOVING, live.adapters[self._moving])
-        live.clear()
+            live.model.bind(MOVING, self._moving)
+        live.model.clear()
 
     def _arriving(self, event: Arrival) -> list[Request]:
         known = self.live.noted(
@@ -388,8 +388,8 @@ class Performance:
 
         def change() -> None:
             if event.removed:
-                live.remove(MOVING)
-            live.bind(MOVING, live.adapters[to])
+                live.model.remove(MOVING)
+            live.model.bind(MOVING, to)
 
         self._moving = to
         self._change = asyncio.wrap_future(live.thread(change))

@@ -122,6 +122,6 @@ class StateClauses:
             for context in contexts:
                 live.lm.cache_kv(context)
             live.gather(contexts)
-            live.clear()
+            live.model.clear()
             for context in [*contexts, *(context + tail for context in contexts)]:
                 live.check_row(context, how="after clear_kv_cache")

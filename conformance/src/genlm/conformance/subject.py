@@ -1,22 +1,20 @@
-"""The live model under test, with its oracle, its tolerances, and the means to ask it things."""
+"""The live model as clauses see it: what they ask it, and what its rows should be."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import math
-import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import pytest
 
 from genlm.conformance.compare import (
     ROUNDING,
-    Violation,
     answered,
     brief,
     check,
@@ -25,25 +23,16 @@ from genlm.conformance.compare import (
 )
 from genlm.conformance.contexts import EDGES, Contexts
 from genlm.conformance.declaration import Declaration
-from genlm.conformance.driver import ABANDONED, Awaited, Driver, Outcome
-from genlm.conformance.gate import EngineGate
+from genlm.conformance.driver import Driver, Outcome
+from genlm.conformance.model import Model
 from genlm.core.cache import OutputCache
-from genlm.core.errors import BackendNotFoundError
 from genlm.core.lm import AsyncLM
-from genlm.core.plugins import Backend, find_backend
 from genlm.core.types import TokenIds
-from genlm.kit.kv import history
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-
-#: How many times the patience a model may take to load.
-LOADING = 10
-
-#: The most seconds in which an interpreter starts and looks at a backend, on any machine.
-STARTS = 60.0
 
 #: After so much that hung, no further clause is tried.
 HANGS = 3
@@ -56,7 +45,7 @@ REMEMBERED = 40
 
 
 class Subject(Driver):
-    """One live model, loaded when first needed, and again if a clause has closed it.
+    """What clauses ask the model through, and compare its answers with.
 
     Args:
         suite: The class that was inherited, with what it says of the model.
@@ -67,72 +56,24 @@ class Subject(Driver):
         self.suite = suite
         self.until = time.monotonic() + suite.deadline * max(1.0, suite.effort)
         self.atol, self.effort, self.seed = suite.atol, suite.effort, suite.seed
-        self.adapters = {name: os.fspath(path) for name, path in suite.adapters.items()}
-        #: The same, or 0 where nobody reads it.
+        self.model = Model(suite, self)
+        self.gate, self.adapters = self.model.gate, self.model.adapters
+        #: :data:`SHRINKING`, or 0 where nobody reads it.
         self.shrinking = SHRINKING
         #: The longest context whose row was looked at, where that is longer than :attr:`longest`.
         self.looked = 0
         #: The largest deviation of a probability from the oracle's, in this clause.
         self.deviation = 0.0
-        self.gate = EngineGate(self)
         self._together = ""  # the contexts that were asked last, for messages
-        self._commands = history.keep()
-        self._lm: AsyncLM | None = None
-        self._broken: Exception | None = None
-        self._clean = False
-        #: The paths of the adapters that are bound now, by name.
-        self.bound: dict[str, str] = {}
         self._noted: dict[object, Any] = {}
         #: The first cold rows of the base model, to be asked for once more at the end.
         self.first_rows: dict[TokenIds, torch.Tensor] = {}
         self._cold = OutputCache(maxsize=None, max_bytes=512 << 20, move_to_cpu=True)
 
-    # --- the model --------------------------------------------------------------------------------
-
     @property
     def lm(self) -> AsyncLM:
         """The model, in a clean state the first time that a clause asks for it."""
-        if self._broken is not None:
-            pytest.skip(
-                f"the model could not be loaded: {type(self._broken).__name__}; see the first "
-                "failure"
-            )
-        if self._lm is None:
-            try:
-                with suppress(BackendNotFoundError):  # it is made in another way
-                    self.imported(self.suite.backend)
-                self._lm = self.loaded(self.load)
-            except Exception as error:
-                self._broken = error
-                raise
-            self.bound = {}
-        if not self._clean:
-            self._clean = True
-            self.reset()
-        return self.awaited(self._lm)
-
-    def awaited(self, lm: AsyncLM) -> AsyncLM:
-        """A model whose blocking calls end in a violation where they hang."""
-        return cast(AsyncLM, Awaited(lm, self))
-
-    def imported(self, backend: str) -> Backend:
-        """A backend by its name, whose module may take :data:`STARTS` to import."""
-        what = f"importing the plugin module of {backend!r}"
-        times = max(1.0, STARTS / self.patience)
-        return self.wait(self.thread(lambda: find_backend(backend)), what, times)
-
-    def load(self) -> AsyncLM:
-        """Load the model, with what observes its engine around it."""
-        return self.suite.load(wrappers=[self.gate], check=self.gate.violations.append)
-
-    def loaded(self, load: Callable[[], AsyncLM]) -> AsyncLM:
-        """What ``load`` returns, which may take ten times the patience."""
-        return self.wait(self.thread(load), "loading the model", times=LOADING)
-
-    @property
-    def rows(self) -> int:
-        """How many rows the model that is open has computed; 0 where none is."""
-        return self._lm.stats.rows if self._lm is not None else 0
+        return self.model.lm
 
     @property
     def contexts_limit(self) -> int | None:
@@ -143,8 +84,9 @@ class Subject(Driver):
     def calls(self) -> int:
         return self.gate.calls
 
-    def begin(self) -> Self:
+    def begin(self, suite: Declaration) -> Self:
         """Begin another clause; skip it where too much has hung already."""
+        self.suite = self.model.suite = suite
         if self.hangs >= HANGS:
             pytest.skip(
                 f"given up: {self.hangs} times the model gave no answer; see the first failure"
@@ -153,7 +95,7 @@ class Subject(Driver):
             pytest.skip("given up: the time of the whole run was over; see the first failure")
         if self.is_late:
             raise self.late("this clause had not begun")
-        self._clean = False
+        self.model.is_clean = False
         self.deviation = 0.0
         return self
 
@@ -188,43 +130,14 @@ class Subject(Driver):
     @functools.cached_property
     def contexts(self) -> Contexts:
         """Strategies for contexts that this model takes."""
-        known = min(self.model_ids, len(self.lm.byte_vocab))
+        known = min(self.model.ids, len(self.lm.byte_vocab))
         return Contexts(self.lm.tokenizer, known, self.lm.max_context)
-
-    @property
-    def model_ids(self) -> int:
-        """How many token ids the model has; its tokenizer may have more, or fewer."""
-        return self.lm.context([0]).vocab_size
 
     def reset(self) -> None:
         """Bring the model to the state that every example begins in: caches empty, the given
         adapters bound."""
-        self.gate.reset()
         self._together = ""
-        self.lm.clear_lora()
-        if self.lm.supports("genlm_add_lora"):
-            for name in sorted(set(self.bound) - set(self.adapters)):
-                self.remove(name)
-            for name, path in self.adapters.items():
-                if self.bound.get(name) != path:
-                    self.bind(name, path)
-        self.clear()
-
-    def clear(self) -> None:
-        """Clear the rows and the key/value state."""
-        self.lm.clear_cache()
-        self.lm.clear_kv_cache()
-        self._commands.clear()
-
-    def bind(self, name: str, path: str) -> None:
-        """Add an adapter."""
-        self.lm.add_new_lora(path, name)
-        self.bound[name] = path
-
-    def remove(self, name: str) -> None:
-        """Remove an adapter."""
-        self.lm.remove_lora(name)
-        del self.bound[name]
+        self.model.reset()
 
     @property
     def loras(self) -> list[str]:
@@ -237,27 +150,11 @@ class Subject(Driver):
             self._noted[key] = make()
         return self._noted[key]  # type: ignore[no-any-return]
 
-    def path_of(self, name: str | None) -> str | None:
-        """The path of the adapter that a name stands for now."""
-        return None if name is None else self.bound[name]
-
     def close(self) -> None:
         """The end of all clauses."""
         self.until = math.inf  # to close the model there is time
         self._loop.close()
-        self.end()
-
-    def end(self, closed: bool = False) -> None:
-        """Close the model if it is open, unless it is ``closed`` already. A clause that needs one
-        loads it again."""
-        self.gate.reset()
-        if self._lm is not None and not closed:
-            # What was found is told even if the model cannot be closed, which has its own clause.
-            try:
-                self.wait(self.thread(self._lm.close), "close()")
-            except Violation:
-                ABANDONED.append(self._lm)
-        self._lm = None
+        self.model.end()
 
     # --- what it can do ---------------------------------------------------------------------------
 
@@ -288,7 +185,7 @@ class Subject(Driver):
     def cold(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         """The oracle: the engine's own row, computed cold, alone and uncached. Kept by the
         adapter's path."""
-        key = (tuple(token_ids), self.path_of(adapter))
+        key = (tuple(token_ids), self.model.path_of(adapter))
         row = self._cold.get(key)
         if row is None:
             row = self.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
@@ -331,7 +228,7 @@ class Subject(Driver):
     def moved(self) -> str:
         """What a message says of the last commands to the engine's key/value state; empty where it
         is not planned by genlm-kit in this process."""
-        last = "\n    ".join(self._commands)
+        last = "\n    ".join(self.model.commands)
         return f"\n  the last commands of the planner:\n    {last}" if last else ""
 
     # --- asking -----------------------------------------------------------------------------------

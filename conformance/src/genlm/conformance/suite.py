@@ -44,8 +44,7 @@ class OneModel(Declaration):
         if subject is None:
             node.stash[SUBJECT] = subject = self.subject()
             node.addfinalizer(subject.close)
-        subject.suite = self
-        return subject.begin()
+        return subject.begin(self)
 
 
 # Clauses run from the last base to the first: cheap ones on single rows, then those that catch most

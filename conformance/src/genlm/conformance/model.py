@@ -1,0 +1,142 @@
+"""The life of a model: it is loaded, brought to a clean state, and closed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+import pytest
+
+from genlm.conformance.compare import Violation
+from genlm.conformance.declaration import Declaration
+from genlm.conformance.driver import Awaited, Driver
+from genlm.conformance.gate import EngineGate
+from genlm.core.errors import BackendNotFoundError
+from genlm.core.lm import AsyncLM
+from genlm.core.plugins import Backend, find_backend
+from genlm.kit.kv import history
+
+#: How many times the patience a model may take to load.
+LOADING = 10
+
+#: The most seconds in which an interpreter starts and looks at a backend, on any machine.
+STARTS = 60.0
+
+
+class Model:
+    """A model that is loaded when first needed, and again if a clause has closed it.
+
+    Args:
+        suite: Which one, and how it is loaded.
+        driver: Waits for what may hang.
+    """
+
+    def __init__(self, suite: Declaration, driver: Driver) -> None:
+        self.suite = suite
+        self.gate = EngineGate(driver)
+        #: The paths of the given adapters, and of those that are bound now, by name.
+        self.adapters = {name: os.fspath(path) for name, path in suite.adapters.items()}
+        self.bound: dict[str, str] = {}
+        #: Whether it has been in the state that :meth:`reset` brings, in this clause.
+        self.is_clean = False
+        #: The last commands to the engine's key/value state, where genlm-kit plans it here.
+        self.commands = history.keep()
+        self._driver = driver
+        self._lm: AsyncLM | None = None
+        self._broken: Exception | None = None
+
+    @property
+    def lm(self) -> AsyncLM:
+        """The model itself, in a clean state the first time that a clause asks for it."""
+        if self._lm is None:
+            self._lm = self._load()
+        if not self.is_clean:
+            self.is_clean = True
+            self.reset()
+        return self._lm
+
+    def _load(self) -> AsyncLM:
+        if self._broken is not None:
+            pytest.skip(
+                f"the model could not be loaded: {type(self._broken).__name__}; see the first "
+                "failure"
+            )
+        try:
+            with suppress(BackendNotFoundError):  # it is made in another way
+                imported(self.suite.backend, self._driver)
+            seen: Any = {"wrappers": [self.gate], "check": self.gate.violations.append}
+            lm = self.loaded(lambda: self.suite.load(**seen))
+        except Exception as error:
+            self._broken = error
+            raise
+        self.bound.clear()
+        return lm
+
+    def loaded(self, load: Callable[[], AsyncLM]) -> AsyncLM:
+        """What ``load`` returns, which may take ten times the patience. Its blocking calls end in a
+        violation where they hang."""
+        lm = self._driver.wait(self._driver.thread(load), "loading the model", times=LOADING)
+        return cast(AsyncLM, Awaited(lm, self._driver))
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has computed; 0 where none is open."""
+        return self._lm.stats.rows if self._lm is not None else 0
+
+    @property
+    def ids(self) -> int:
+        """How many token ids it has; its tokenizer may have more, or fewer."""
+        return self.lm.context([0]).vocab_size
+
+    def reset(self) -> None:
+        """Bring it to the state that every example begins in: caches empty, the given adapters
+        bound."""
+        self.gate.reset()
+        self.lm.clear_lora()
+        if self.lm.supports("genlm_add_lora"):
+            for name in sorted(self.bound.keys() - self.adapters.keys()):
+                self.remove(name)
+            for name, path in self.adapters.items():
+                if self.bound.get(name) != path:
+                    self.bind(name, name)
+        self.clear()
+
+    def clear(self) -> None:
+        """Clear the rows and the key/value state."""
+        self.lm.clear_cache()
+        self.lm.clear_kv_cache()
+        self.commands.clear()
+
+    def bind(self, name: str, to: str) -> None:
+        """Bind a name to the files of a given adapter, by its name, or to those at a path."""
+        path = self.adapters.get(to, to)
+        self.lm.add_new_lora(path, name)
+        self.bound[name] = path
+
+    def remove(self, name: str) -> None:
+        """Remove an adapter."""
+        self.lm.remove_lora(name)
+        del self.bound[name]
+
+    def path_of(self, name: str | None) -> str | None:
+        """The path of the adapter that a name stands for now."""
+        return None if name is None else self.bound[name]
+
+    def end(self, closed: bool = False) -> None:
+        """Close it if it is open, unless it is ``closed`` already. A clause that needs one loads it
+        again."""
+        self.gate.reset()
+        if self._lm is not None and not closed:
+            # What was found is told even if it cannot be closed, which has its own clause.
+            with suppress(Violation):
+                self._lm.close()
+        self._lm = None
+
+
+def imported(backend: str, driver: Driver) -> Backend:
+    """A backend by its name, whose module may take :data:`STARTS` to import."""
+    what = f"importing the plugin module of {backend!r}"
+    times = max(1.0, STARTS / driver.patience)
+    return driver.wait(driver.thread(lambda: find_backend(backend)), what, times)
