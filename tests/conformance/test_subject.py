@@ -50,6 +50,7 @@ class Slow(Driver):
         self.answer: asyncio.Future[str] = asyncio.Future()
         self._step, self._calls = step, 0
 
+    @property
     def calls(self) -> int:
         self._calls += self._step
         if self._calls == 5:

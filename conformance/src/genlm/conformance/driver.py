@@ -32,10 +32,12 @@ class Driver:
             something has, what follows is waited for a twentieth of that.
     """
 
+    #: How many calls of the engine have ended.
+    calls = 0
+
     def __init__(self, patience: float) -> None:
-        self.patience = patience
-        #: What is left of it.
-        self.patience_now = patience
+        #: How long it waits now: less once something has hung.
+        self.waits = self.patience = patience
         #: How often something hung.
         self.hangs = 0
         #: When the run as a whole must have ended, by ``time.monotonic``.
@@ -66,7 +68,7 @@ class Driver:
         while True:
             beat = self._loop.beat()
             try:
-                return future.result(self.patience_now)
+                return future.result(self.waits)
             except TimeoutError:
                 if future.done():
                     raise
@@ -84,7 +86,7 @@ class Driver:
             return task.result()
         finally:
             task.cancel()
-            await asyncio.wait([task], timeout=self.patience_now)
+            await asyncio.wait([task], timeout=self.waits)
             if task.done() and not task.cancelled():
                 task.exception()  # or asyncio reports that nobody looked
 
@@ -155,18 +157,14 @@ class Driver:
         loop = asyncio.get_running_loop()
         return lambda: self.wait(asyncio.run_coroutine_threadsafe(happens(), loop), what)
 
-    def calls(self) -> int:
-        """How many calls of the engine have ended."""
-        return 0
-
     def _standstill(self) -> Callable[[], bool]:
         """Tells whether the engine has made no call since it was asked last, or too many in all for
         what it answers."""
-        begun = last = self.calls()
+        begun = last = self.calls
 
         def is_reached() -> bool:
             nonlocal last
-            before, last = last, self.calls()
+            before, last = last, self.calls
             return last == before or last - begun > CALLS
 
         return is_reached
@@ -185,16 +183,16 @@ class Driver:
         )
 
     def _wait_for(self, times: float = 1) -> float:
-        return max(0.0, min(times * self.patience_now, self.until - time.monotonic()))
+        return max(0.0, min(times * self.waits, self.until - time.monotonic()))
 
     def _hang(self, what: str, times: float = 1) -> Violation:
         violation = Violation(
-            f"{what} within {times * self.patience_now:g} s: it hangs, or is so slow that "
-            f"`patience` (--patience) must be raised{standing()}"
+            f"{what} within {times * self.waits:g} s: it hangs, or is so slow that `patience` "
+            f"(--patience) must be raised{standing()}"
         )
         self.hangs += 1
         # Shrinking would hang again and again, and so may every clause that follows.
-        self.patience_now = self.patience / 20
+        self.waits = self.patience / 20
         return violation
 
 

@@ -46,15 +46,13 @@ class EngineGate:
     """Observes and holds evaluations. All is as it was after :meth:`reset`.
 
     Args:
-        driver: Has the patience.
+        driver: Has the patience to hold the engine, or to wait for it.
     """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._changed = threading.Condition()
         self._inside = False
-        #: How many calls have ended, of all.
-        self.calls = 0
         #: What its results had against the contract, as the core tells it.
         self.violations: list[PluginError] = []
         #: What else the engine did against it, as far as it is seen here, in words.
@@ -65,11 +63,6 @@ class EngineGate:
         self.reset()
 
     # --- for the clauses: any thread --------------------------------------------------------------
-
-    @property
-    def patience(self) -> float:
-        """The most seconds to hold the engine, or to wait for it."""
-        return self._driver.patience_now
 
     def reset(self) -> None:
         """Forget what was seen, hold nothing."""
@@ -115,8 +108,8 @@ class EngineGate:
 
     def _wait_inside(self) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._inside, self.patience):
-                raise TimeoutError(f"no request reached the engine within {self.patience:g} s")
+            if not self._changed.wait_for(lambda: self._inside, self._driver.waits):
+                raise TimeoutError(f"no request reached the engine within {self._driver.waits:g} s")
 
     # --- around the engine: its thread ------------------------------------------------------------
 
@@ -127,15 +120,15 @@ class EngineGate:
                 return
             self._inside = True
             self._changed.notify_all()
-            released = self._changed.wait_for(lambda: self._passes, self.patience)
+            released = self._changed.wait_for(lambda: self._passes, self._driver.waits)
             self._inside = False
             self._passes -= 1
         if not released:
-            raise TimeoutError(f"the suite held the engine for more than {self.patience:g} s")
+            raise TimeoutError(f"the suite held the engine for more than {self._driver.waits:g} s")
 
     def _ended(self, hook: str, answered: Sequence[Query]) -> None:
         self.recent_calls.append(EngineCall(hook, tuple(answered)))
-        self.calls += 1
+        self._driver.calls += 1
         if self.on_call is not None:
             self.on_call()
 
@@ -225,7 +218,7 @@ class EngineGate:
             raise
         if readers is not None:
             with suppress(threading.BrokenBarrierError):
-                readers.wait(MEETING * self.patience)
+                readers.wait(MEETING * self._driver.waits)
         return contents
 
     @hookimpl(wrapper=True)

@@ -81,9 +81,6 @@ class Subject(Driver):
         limit = self.contexts.limit if "contexts" in self.__dict__ else None
         return limit if limit is not None and limit < 1 << 30 else None
 
-    def calls(self) -> int:
-        return self.gate.calls
-
     def begin(self, suite: Declaration) -> Self:
         """Begin another clause; skip it where too much has hung already."""
         self.suite = self.model.suite = suite
