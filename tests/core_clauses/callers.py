@@ -41,7 +41,8 @@ class CallerClauses:
                     isinstance(outcome, QueriesResetError),
                     f"a request pending at the reset ended in {outcome!r:.200}",
                 )
-            live.expect(taken, live.contexts.stem[:2], how="in the engine's hands during a reset")
+            how = "in the engine's hands during a reset"
+            live.expect.row(taken, live.contexts.stem[:2], how=how)
             live.check_rows(contexts, how="after a reset")
 
     def test_blocking_call_inside_a_running_loop(self, live: Subject) -> None:
@@ -58,9 +59,9 @@ class CallerClauses:
             # blocked.
             outcome = live.outcome(live.thread(lambda: live.run(scenario())))
             blocking, waiting = answered(outcome, "a blocking call inside a loop")
-            live.expect(blocking, contexts[1], how="by a blocking call inside a running loop")
+            live.expect.row(blocking, contexts[1], how="by a blocking call inside a running loop")
             how = "by a coroutine while a blocking call was made in its loop"
-            live.expect(waiting, contexts[0], how=how)
+            live.expect.row(waiting, contexts[0], how=how)
 
     def test_several_threads(self, live: Subject) -> None:
         """Threads with blocking calls and threads with event loops of their own, all at once, get
@@ -82,7 +83,7 @@ class CallerClauses:
             ]
             for contexts, call in zip(shares, calls, strict=True):
                 rows = answered(live.outcome(call), f"a thread among {len(shares)}")
-                live.expect_all(rows, contexts, how=f"by one of {len(shares)} threads")
+                live.expect.rows(rows, contexts, how=f"by one of {len(shares)} threads")
 
     def test_loops_one_after_the_other(self, live: Subject) -> None:
         """The model works in one event loop after another, also when a loop was closed with

@@ -37,7 +37,7 @@ class RowClauses:
                 check(shape == (len(live.lm.byte_vocab),), f"{way}: shape {shape}")
                 check(str(row.dtype) == "torch.float32", f"{way}: {row.dtype}, not torch.float32")
                 check(not row.requires_grad, f"{way}: the row requires grad")
-                live.expect(row, context, how=f"by {way}")
+                live.expect.row(row, context, how=f"by {way}")
 
     def test_equal_questions_share_one_slot(self, live: Subject) -> None:
         """The engine sees each of the pending requests once, however many callers ask it."""
@@ -60,7 +60,7 @@ class RowClauses:
             mine, *others = live.gather([context] * callers)
             mine.fill_(0.0)
             for row in others:
-                live.expect(row, context, how="after another caller of it wrote into its row")
+                live.expect.row(row, context, how="after another caller of it wrote into its row")
             live.ask(context).fill_(0.0)
             live.check_row(context, how="after an earlier caller wrote into its row")
 

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from genlm.conformance.agreement import expect_score
 from genlm.conformance.compare import TOP_FACTOR, check
 from genlm.conformance.subject import Subject
 from genlm.core.hookspecs import hookimpl
@@ -51,7 +50,7 @@ class WrapperClauses:
             # The cold row comes last, and is what the wrapper has returned last.
             cold = changing.returned[prompt]
             for method, row in rows.items():
-                live.expect_row(row, cold, f"{method}, where a wrapper bans a token")
+                live.expect.same(row, cold, f"{method}, where a wrapper bans a token")
             drawn = live.run(lm.sample(prompt, length, [], temperature=0.0))
             score = live.run(lm.sequence_logprobs(prompt, drawn))
             for i, token_id in enumerate(drawn):
@@ -61,7 +60,7 @@ class WrapperClauses:
                 assert changed is not None
                 behind = float(changed.max() - changed[token_id])
                 check(
-                    behind <= TOP_FACTOR * live.atol,
+                    behind <= TOP_FACTOR * live.expect.atol,
                     f"{what}: {behind:.3g} (log) behind the most likely one",
                 )
-                expect_score(live, float(score[i]), float(changed[token_id]), what)
+                live.expect.score(float(score[i]), float(changed[token_id]), what)

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import strategies as st
 
-from genlm.conformance.agreement import expect_score
-from genlm.conformance.compare import Violation, answered, brief, check, difference
+from genlm.conformance.compare import Violation, answered, brief, check, difference, with_adapter
 from genlm.conformance.driver import Outcome, started, submitted
 from genlm.conformance.properties import for_all
-from genlm.conformance.subject import Subject, with_adapter
+from genlm.conformance.subject import Subject
 from genlm.core.errors import UnknownAdapterError
 from genlm.core.types import TokenIds
 
@@ -42,7 +41,7 @@ class AdapterClauses:
             for other in names[:i]:
                 rows = live.cold(context, name), live.cold(context, other)
                 check(
-                    difference(*rows, 5 * live.atol) is not None,
+                    difference(*rows, 5 * live.expect.atol) is not None,
                     f"{_named(name)} and {_named(other)} give the same row of {list(context)}",
                 )
 
@@ -100,9 +99,9 @@ class AdapterClauses:
             done: list[str] = []
 
             def expect(row: torch.Tensor) -> None:
-                asked = live.ask(context, first)
                 after = ", ".join(done) or "nothing"
-                live.expect_row(asked, row, f"{brief(context)}{with_adapter(first)}, after {after}")
+                what = f"{brief(context)}{with_adapter(first)}, after {after}"
+                live.expect.same(live.ask(context, first), row, what)
                 done.append("it was asked")
 
             if pinned:
@@ -140,9 +139,9 @@ class AdapterClauses:
                 live.check_row(context, other, how=f"after {name!r} was removed")
             live.model.bind(name, name)
             what = f"{list(context)} with {name!r} added again"
-            live.expect_row(live.ask(context, name), expected, what)
+            live.expect.same(live.ask(context, name), expected, what)
 
-        live.reset()
+        live.model.reset()
         # Of several blocks, also where Hypothesis chooses a short one.
         removed_adapter(live.contexts.long(min(40, live.contexts.limit - 1), 1))
         for_all(live, examples=4, context=live.contexts.any())(removed_adapter)
@@ -176,16 +175,16 @@ class AdapterClauses:
             return outcomes
 
         for what, change in changes.items():
-            live.reset()
+            live.model.reset()
             rows = [live.cold(context, name) for name in names]
             expected = float(live.cold((*context, tail[0]), first)[tail[1]])
             *answers, score = live.run(changed_in_flight(change))
             for name, answer, row in zip(names, answers, rows, strict=True):
-                live.expect_row(answer, row, f"{brief(context)} with {name!r}, while {what}")
+                live.expect.same(answer, row, f"{brief(context)} with {name!r}, while {what}")
             # Where the core makes a score of several rows, it is refused if its adapter goes.
             if not isinstance(score, UnknownAdapterError):
                 asked = f"{brief(tail)} after {brief(context)} with {first!r}, while {what}"
-                expect_score(live, float(answered(score, asked)[1]), expected, f"{asked}: token 1")
+                live.expect.score(float(answered(score, asked)[1]), expected, f"{asked}: token 1")
             for name in [None, *live.model.bound]:
                 live.check_row(context, name, how=f"after {what}")
 
@@ -205,7 +204,7 @@ class AdapterClauses:
         live.gate.readers = None
         for name, row in zip(names, rows, strict=True):
             how = f"{brief(context)} with {name!r}, added while another was"
-            live.expect_row(live.ask(context, f"new-{name}"), row, how)
+            live.expect.same(live.ask(context, f"new-{name}"), row, how)
             live.model.remove(f"new-{name}")
 
     def test_adapter_that_fails_to_load(self, live: Subject) -> None:
@@ -248,7 +247,7 @@ class AdapterClauses:
             for name, outcome, row in zip(asked, outcomes, expected, strict=True):
                 bound = f"when {len(asked) - 1} adapters are bound"
                 what = f"{brief(context)}{with_adapter(name)}, {bound}"
-                live.expect_row(outcome, row, what)
+                live.expect.same(outcome, row, what)
             live.lm.clear_cache()
 
 
@@ -271,7 +270,7 @@ class AdapterFileClauses:
                 shutil.copytree(folders[i], same)
                 live.model.bind("moving", same)
                 what = f"an adapter from a copy of {folders[i]}"
-                live.expect_row(live.ask(context, "moving"), rows[i], what)
+                live.expect.same(live.ask(context, "moving"), rows[i], what)
                 live.model.remove("moving")
 
     def test_adapter_of_another_model(self, live: Subject) -> None:

@@ -1,4 +1,4 @@
-"""Whether draws and scores agree with cold rows, and draws with each other."""
+"""Whether draws agree with rows, and with each other."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from genlm.conformance.compare import TOP_FACTOR, Violation, answered, brief, check
-from genlm.conformance.subject import Subject, with_adapter
-from genlm.core.types import TokenIds
+from genlm.conformance.compare import TOP_FACTOR, Violation, check
+from genlm.conformance.subject import Subject
 
 if TYPE_CHECKING:
     import torch
@@ -68,62 +67,8 @@ def may_follow(
     """Whether rounding may let a draw with these options go on with one of the candidates."""
     row = live.cold(token_ids, adapter)
     most = 1 if options.get("temperature") == 0.0 else options.get("top_k") or len(row)
-    least = float(row.topk(min(most, len(row))).values[-1]) - TOP_FACTOR * live.atol
+    least = float(row.topk(min(most, len(row))).values[-1]) - TOP_FACTOR * live.expect.atol
     return any(float(row[token_id]) >= least for token_id in candidates)
-
-
-def expect_scores(
-    live: Subject,
-    scores: torch.Tensor,
-    prompt: TokenIds,
-    tokens: TokenIds,
-    adapter: str | None = None,
-    *,
-    places: Iterable[int] | None = None,
-    how: str = "scored",
-) -> None:
-    """Check that scores are the entries of the cold rows, at some places or at all. Without
-    ``how`` the adapter has been named."""
-    what = f"{brief(tokens)} after {brief(prompt)}"
-    what += f"{with_adapter(adapter)}, {how}" if how else ""
-    answered(scores, what)
-    check(
-        tuple(scores.shape) == (len(tokens),),
-        f"{what}: shape {tuple(scores.shape)} for {len(tokens)} tokens",
-    )
-    for i in range(len(tokens)) if places is None else places:
-        expected = float(live.cold(prompt + tokens[:i], adapter)[tokens[i]])
-        expect_score(live, float(scores[i]), expected, f"{what}: token {i}")
-
-
-def expect_score(live: Subject, score: float, expected: float, what: str) -> None:
-    """Check that a score is an entry of a row."""
-    near = abs(score - expected) <= TOP_FACTOR * live.atol * max(1.0, abs(expected))
-    check(  # two infinities are equal, and not near
-        score == expected or near,
-        f"{what} scores {score:.6g}, its row has {expected:.6g}{live.moved}",
-    )
-
-
-def expect_greedy(
-    live: Subject,
-    drawn: Sequence[int],
-    prompt: TokenIds,
-    adapter: str | None = None,
-    *,
-    places: Iterable[int] | None = None,
-    how: str = "with temperature=0",
-) -> None:
-    """Check that drawn tokens are the most likely ones of the cold rows, at some places or at
-    all."""
-    for i in range(len(drawn)) if places is None else places:
-        row = live.cold((*prompt, *drawn[:i]), adapter)
-        behind = float(row.max() - row[drawn[i]])
-        check(
-            behind <= TOP_FACTOR * live.atol,
-            f"{brief(prompt)}{with_adapter(adapter)} {how} draws {brief(drawn)}: token {drawn[i]} "
-            f"at {i} is {behind:.3g} (log) behind the most likely",
-        )
 
 
 def expect_frequencies(

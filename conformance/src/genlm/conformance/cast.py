@@ -8,10 +8,10 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from genlm.conformance.agreement import MovedDraw, expect_scores, may_follow, steady
-from genlm.conformance.compare import ROUNDING, Violation, answered, brief, check
+from genlm.conformance.agreement import MovedDraw, may_follow, steady
+from genlm.conformance.compare import ROUNDING, Violation, answered, brief, check, with_adapter
 from genlm.conformance.driver import Outcome
-from genlm.conformance.subject import Subject, with_adapter
+from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
 #: The name of an adapter that is bound anew in the course of a schedule.
@@ -58,7 +58,7 @@ class Row:
 
     def compare(self, live: Subject, outcome: Outcome, owner: str | None) -> None:
         cold = live.cold(self.prompt, owner)
-        live.expect_row(outcome, cold, f"the row of {brief(self.prompt)}")
+        live.expect.same(outcome, cold, f"the row of {brief(self.prompt)}")
 
 
 @frozen
@@ -82,7 +82,7 @@ class Score:
         return self
 
     def compare(self, live: Subject, outcome: Outcome, owner: str | None) -> None:
-        expect_scores(live, outcome, self.prompt, self.tokens, owner, places=self._places, how="")
+        live.expect.scores(outcome, self.prompt, self.tokens, owner, places=self._places, how="")
 
     @property
     def _places(self) -> list[int]:
@@ -198,7 +198,7 @@ def _make(live: Subject, kind: str, i: int, adapter: str | None, salt: int) -> R
 
 
 def _seeded(live: Subject, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    if live.atol > ROUNDING:  # rounding may change a draw
+    if live.expect.atol > ROUNDING:  # rounding may change a draw
         return {"temperature": 0.0}
     if options.get("temperature") == 0.0:
         return dict(options)

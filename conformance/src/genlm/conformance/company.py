@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import pytest
 
-from genlm.conformance.agreement import expect_greedy, expect_scores
 from genlm.conformance.compare import Violation, check
 from genlm.conformance.driver import Outcome, started, submitted
 from genlm.conformance.subject import Subject
@@ -89,7 +88,7 @@ class CompanyClauses:
                     one.cancel()
             return await asyncio.gather(*asked, *first, return_exceptions=True)
 
-        live.reset()
+        live.model.reset()
         outcomes = live.drive(scenario())
         how = f"while {callers} callers ask again and again"
         check(
@@ -99,9 +98,9 @@ class CompanyClauses:
         )
         for what, outcome in zip(waiting, outcomes, strict=True):
             check(not isinstance(outcome, BaseException), f"{what}, {how}: {outcome!r}")
-        live.expect_all([outcomes[0], outcomes[3]], [row, early], how=how)
-        expect_greedy(live, outcomes[1], drawn, how=how)
-        expect_scores(live, outcomes[2], scored, tuple(tokens), how=how)
+        live.expect.rows([outcomes[0], outcomes[3]], [row, early], how=how)
+        live.expect.greedy(outcomes[1], drawn, how=how)
+        live.expect.scores(outcomes[2], scored, tuple(tokens), how=how)
 
     def test_short_draw_returns_before_a_long_one(self, live: Subject) -> None:
         """A draw of one token, asked together with one of many, is answered first."""
@@ -116,7 +115,7 @@ class CompanyClauses:
             return await _in_order(asked)
 
         for _ in range(self._tries(live)):
-            live.reset()
+            live.model.reset()
             if live.run(together())[0] == "short":
                 return
         raise Violation(f"a draw of 1 token was answered after one of {length} tokens")
@@ -143,9 +142,9 @@ class CompanyClauses:
             return order, (await asyncio.gather(asked["row"], return_exceptions=True))[0]
 
         for _ in range(self._tries(live)):
-            live.reset()
+            live.model.reset()
             order, answer = live.run(scenario())
-            live.expect(answer, row, how=f"during draws of {length} tokens")
+            live.expect.row(answer, row, how=f"during draws of {length} tokens")
             if order[0] == "row":
                 return
         raise Violation(f"a row asked in call 3 of {length} of a draw was answered after the draw")
@@ -165,7 +164,7 @@ class CompanyClauses:
                 draw.cancel()
                 await submitted()
 
-        live.reset()
+        live.model.reset()
         live.run(scenario())
         for row in (live.contexts.long(3, 2), live.contexts.long(4, 2)):
             live.check_row(row, how="after a draw was cancelled")
@@ -207,7 +206,7 @@ class CompanyClauses:
             finally:
                 live.gate.on_line = None
 
-        live.reset()
+        live.model.reset()
         for line, context, beside in zip(LINES, contexts, contexts[len(LINES) :], strict=False):
             try:
                 rows = live.run(ask(context, line, beside))
@@ -221,7 +220,7 @@ class CompanyClauses:
             raised = [each for each in live.gate.misdeeds if each.startswith("genlm_wake")]
             live.gate.told.update(raised)
             check(not raised, "; ".join(raised[:1]))
-            live.expect_all(rows, [context, beside][: len(rows)], how="with a wake in the step")
+            live.expect.rows(rows, [context, beside][: len(rows)], how="with a wake in the step")
 
     def test_nobody_is_passed_over(self, live: Subject) -> None:
         """A row and a draw are answered within a bounded number of calls of the engine, while every
@@ -265,9 +264,9 @@ class CompanyClauses:
             await asyncio.gather(*stream)
             return row
 
-        live.reset()
+        live.model.reset()
         row = live.run(scenario())
-        live.expect(row, victims[0], how="while others kept coming")
+        live.expect.row(row, victims[0], how="while others kept coming")
         check(
             not passed_over,
             f"{' and '.join(sorted(passed_over))} got no answer within {bound} calls of the "
@@ -282,7 +281,7 @@ class CompanyClauses:
         return prompt, min(LONG, live.contexts.limit - len(prompt))
 
     def _hooks_of_a_draw(self, live: Subject) -> set[str]:
-        live.reset()
+        live.model.reset()
         live.run(live.lm.sample(live.contexts.stem[:3], 2, [], seed=0))
         return {each.hook for each in live.gate.recent_calls}
 

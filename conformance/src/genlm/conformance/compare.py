@@ -102,6 +102,11 @@ def brief(token_ids: Sequence[int]) -> str:
     return f"[{begin}, ..., {end}] ({len(ids)} tokens)"
 
 
+def with_adapter(adapter: str | None) -> str:
+    """What a message says of the adapter of a request."""
+    return "" if adapter is None else f" with adapter {adapter!r}"
+
+
 def deviation(row: torch.Tensor, expected: torch.Tensor) -> float:
     """The greatest difference of two rows' probabilities; 0 where they cannot be compared."""
     if row.shape != expected.shape:

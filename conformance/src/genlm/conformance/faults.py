@@ -34,7 +34,7 @@ class FaultClauses:
                     outcomes = live.gather(*zip(*asked, strict=True))
                 for outcome, (context, name) in zip(outcomes, asked, strict=True):
                     if not isinstance(outcome, Exception):
-                        live.expect(outcome, context, name, how="in a batch that failed inside")
+                        live.expect.row(outcome, context, name, how="in a batch that failed inside")
                 # The same batch, the base model alone, and both.
                 for again in (asked, plain, mixed, mixed[::-1]):
                     live.lm.clear_cache()

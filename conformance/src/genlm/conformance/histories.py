@@ -34,7 +34,8 @@ class HistoryClauses:
             ]
             rows = live.gather(particles)
             for i in source.sample(range(len(particles)), live.scaled(4, 2)):
-                live.expect(rows[i], particles[i], how=f"one of 12 particles, at step {step + 1}")
+                how = f"one of 12 particles, at step {step + 1}"
+                live.expect.row(rows[i], particles[i], how=how)
 
     def test_two_long_contexts_in_turn(self, live: Subject) -> None:
         """One very long context, then short ones, then another long one and the first again: each
@@ -48,8 +49,8 @@ class HistoryClauses:
             for context in short:
                 now = live.lm.next_token_logprobs_uncached(context)
                 what = f"the context {brief(context)} after one of {live.longest} tokens"
-                live.expect_row(now, before[context], f"{what}, computed cold")
-                live.expect_row(live.ask(context), before[context], what)
+                live.expect.same(now, before[context], f"{what}, computed cold")
+                live.expect.same(live.ask(context), before[context], what)
             live.lm.clear_cache()
 
     def test_weights_changed_in_place(self, live: Subject) -> None:
@@ -70,7 +71,7 @@ class HistoryClauses:
                 cold = live.lm.next_token_logprobs_uncached(context)
                 if cold.equal(row):
                     pytest.skip("the weights in this process are not those that the engine uses")
-                live.expect_row(live.ask(context), cold, f"{brief(context)} with other weights")
+                live.expect.same(live.ask(context), cold, f"{brief(context)} with other weights")
         live.model.clear()
         for context in contexts:
             live.check_row(context, how="with the old weights again")
@@ -78,9 +79,9 @@ class HistoryClauses:
     def test_oracle_has_not_changed(self, live: Subject) -> None:
         """The first cold rows of the run are the cold rows still, after everything that was
         asked."""
-        for context, row in live.first_rows.items():
+        for context, row in live.expect.first_rows.items():
             what = f"the cold row of {brief(context)}, computed again after all other clauses"
-            live.expect_row(live.lm.next_token_logprobs_uncached(context), row, what)
+            live.expect.same(live.lm.next_token_logprobs_uncached(context), row, what)
 
     def test_contract_is_kept_throughout(self, live: Subject) -> None:
         """In every clause up to here the hooks returned what the contract says, left it alone
@@ -163,7 +164,7 @@ class GrowthClauses:
                 longer = (*context, contexts.tokens[0])
                 (row,) = live.gather([longer], [MOVING])
                 how = f"pinned with {MOVING!r}, which was bound to {name!r}, for time {turn + 1}"
-                live.expect(row, longer, name, how=how)
+                live.expect.row(row, longer, name, how=how)
         live.model.remove(MOVING)
 
     def _expect_all(self, live: Subject, contexts: list[TokenIds], how: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from genlm.conformance.agreement import expect_greedy, expect_scores
 from genlm.conformance.compare import ROUNDING, brief, check
 from genlm.conformance.contexts import EDGES
 from genlm.conformance.subject import Subject
@@ -54,7 +53,7 @@ class LengthClauses:
             fork = (*text[: length - 1], contexts.tokens[3], contexts.tokens[4])[:most]
             live.check_row(fork, how=f"forked from a context of {most} tokens")
             live.lm.clear_cache()
-        if live.atol <= ROUNDING:  # as float32 has them
+        if live.expect.atol <= ROUNDING:  # as float32 has them
             values = {length: len({*live.cold(text[:length]).tolist()}) for length in lengths}
             finest = max(values, key=values.__getitem__)
             coarse = min((n for n in lengths if n >= finest), key=values.__getitem__)
@@ -162,13 +161,13 @@ class LengthClauses:
         asked += [(token_id, contexts.tokens[0]) for token_id in tokens]
         asked = [context for context in asked if len(context) <= contexts.limit]
         # Unusual tokens amplify rounding in some models.
-        atol, live.atol = live.atol, 10 * live.atol
+        atol, live.expect.atol = live.expect.atol, 10 * live.expect.atol
         try:
             for _ in range(2):
                 live.check_rows(asked, how="gathered with other unusual tokens")
                 live.lm.clear_cache()
         finally:
-            live.atol = atol
+            live.expect.atol = atol
 
     def test_longest_context(self, live: Subject) -> None:
         """A context of exactly ``max_context`` tokens has a row, which depends on its first token,
@@ -201,11 +200,11 @@ class LengthClauses:
                 not live.cold((first, *context[1:])).equal(live.cold(context)),
                 f"the row of a context of max_context={limit} tokens does not depend on the first",
             )
-        expect_greedy(live, live.sample(context, 1, temperature=0.0), context)
+        live.expect.greedy(live.sample(context, 1, temperature=0.0), context)
         drawn = live.sample(context[:-3], 4, seed=0)
         check(len(drawn) == 4, f"4 tokens fit after {limit - 3}; {len(drawn)} were drawn")
         three = (*tokens[:2], tokens[0])
-        expect_scores(live, live.score(context[:-2], three), context[:-2], three)
+        live.expect.scores(live.score(context[:-2], three), context[:-2], three)
 
     def test_draws_at_every_length(self, live: Subject) -> None:
         """Draws whose prompts end just before the edges, together: every token is the most likely
@@ -215,7 +214,7 @@ class LengthClauses:
         prompts = [text[: edge - 2] for edge in edges[:: 1 if live.effort >= 1 else 2]]
         draws = [live.lm.sample(prompt, 4, [], temperature=0.0) for prompt in prompts]
         for prompt, drawn in zip(prompts, live.run_all(draws), strict=True):
-            expect_greedy(live, drawn, prompt)
+            live.expect.greedy(drawn, prompt)
 
     def test_scores_together(self, live: Subject) -> None:
         """Scores that are asked together, and with rows and draws of their prompts, and share a
@@ -235,10 +234,10 @@ class LengthClauses:
         scores = live.run(together())
         draws, rows = [[scores.pop() for _ in prompts][::-1] for _ in range(2)]
         for given, (prompt, tail, name) in zip(scores, asked, strict=True):
-            expect_scores(live, given, prompt, tail, name, how="together with others like it")
-        live.expect_all(rows, prompts, how="together with scores after it")
+            live.expect.scores(given, prompt, tail, name, how="together with others like it")
+        live.expect.rows(rows, prompts, how="together with scores after it")
         for drawn, prompt in zip(draws, prompts, strict=True):
-            expect_greedy(live, drawn, prompt, how="together with scores, with temperature=0")
+            live.expect.greedy(drawn, prompt, how="together with scores, with temperature=0")
         hook = "genlm_step" if lm.supports("genlm_step", "scores") else "genlm_sequence_logprobs"
         padded = live.model.ids > len(lm.byte_vocab)
         if padded and lm.supports(hook) and not lm.supports(hook, "width"):
@@ -267,7 +266,7 @@ class LengthClauses:
                 last = len(tokens) - 1
                 near = {k for k in range(last) if (len(prompt) + k) % 16 in (0, 1, 15)}
                 given = scores[i] if scores else live.score(prompt, tokens)
-                expect_scores(live, given, prompt, tokens, places=sorted({0, 1, *near, last}))
+                live.expect.scores(given, prompt, tokens, places=sorted({0, 1, *near, last}))
                 if turn == 1:
                     live.check_row(prompt, how="after a continuation was scored")
             live.lm.clear_cache()
@@ -287,7 +286,7 @@ class ContinuationClauses:
             text = contexts.long(cut + n, cut)
             prompt, tokens = text[:cut], text[cut:]
             scores, places = live.score(prompt, tokens), _around(n)
-            expect_scores(live, scores, prompt, tokens, places=places, how="a long continuation")
+            live.expect.scores(scores, prompt, tokens, places=places, how="a long continuation")
             for longer in (text[:-1], text):
                 after = (*longer, contexts.tokens[1])
                 live.check_row(after, how="going on from what was scored")
@@ -301,7 +300,7 @@ class ContinuationClauses:
                 expected = drawn[: drawn.index(stop)]
                 drawn = live.sample(prompt, most, [stop], temperature=0.0)
                 check(drawn == expected, f"with stop token {stop} {drawn}, without {expected}")
-            expect_greedy(live, drawn, prompt, places=_around(len(drawn)))
+            live.expect.greedy(drawn, prompt, places=_around(len(drawn)))
             for end in (len(drawn), len(drawn) - 1):
                 context = (*prompt, *drawn[: max(end, 0)])
                 for asked in ((*context, contexts.tokens[3]), context):

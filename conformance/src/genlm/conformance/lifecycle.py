@@ -103,26 +103,27 @@ class LifecycleClauses:
                 lm.add_new_lora(live.adapters[name], "mine")
             longer = (*prompt, live.contexts.tokens[0])
             long = live.contexts.long(min(300, live.longest), 4)
+            how = "of one of two models"
             for lm in models:
-                live.expect(lm.next_token_logprobs_sync(long), long, how="of one of two models")
+                live.expect.row(lm.next_token_logprobs_sync(long), long, how=how)
             for lm, name in adapted:
                 row = lm.next_token_logprobs_sync(long, lora_name="mine")
-                live.expect(row, long, name, how="of one of two models")
+                live.expect.row(row, long, name, how=how)
             for lm in models:
                 lm.cache_kv(prompt)
-                live.expect(lm.next_token_logprobs_sync(longer), longer, how="of one of two models")
+                live.expect.row(lm.next_token_logprobs_sync(longer), longer, how=how)
 
             def check_adapters(adapted: list[tuple[AsyncLM, str]], how: str) -> None:
                 for lm, name in adapted:
                     row = lm.next_token_logprobs_sync(prompt, lora_name="mine")
-                    live.expect(row, prompt, name, how)
+                    live.expect.row(row, prompt, name, how)
 
             check_adapters(adapted, "under a name that another model has for another")
             models[0].close()
             models[1].clear_cache()  # so that the engine is asked again
             check_adapters(adapted[1:], "after another model was closed")
             row = models[1].next_token_logprobs_sync(prompt)
-            live.expect(row, prompt, how="after another model was closed")
+            live.expect.row(row, prompt, how="after another model was closed")
         live.lm.clear_cache()
         live.check_row(prompt, how="after two other models were closed")
 
@@ -193,7 +194,7 @@ class LifecycleClauses:
         the engine has requests in its hands; they may end."""
         stem = live.contexts.stem
         live.cold(stem[:2])
-        live.reset()
+        live.model.reset()
         lm = live.lm
 
         async def say_goodbye() -> tuple[list[Outcome], list[Outcome]]:
@@ -219,7 +220,7 @@ class LifecycleClauses:
             )
         check(closed is None, f"close() with a request in the engine's hands: {closed!r:.200}")
         if not isinstance(taken, ModelClosedError):
-            live.expect(taken, stem[:2], how="in the engine's hands when the model was closed")
+            live.expect.row(taken, stem[:2], how="in the engine's hands when the model was closed")
 
     def test_unknown_option_is_refused(self, live: Subject) -> None:
         """An option that the backend does not have is refused before the model is loaded."""

@@ -39,6 +39,8 @@ class Model:
         #: The paths of the given adapters, and of those that are bound now, by name.
         self.adapters = {name: os.fspath(path) for name, path in suite.adapters.items()}
         self.bound: dict[str, str] = {}
+        #: What a message says of the contexts that were asked together last.
+        self.together = ""
         #: Whether it has been in the state that :meth:`reset` brings, in this clause.
         self.is_clean = False
         #: The last commands to the engine's key/value state, where genlm-kit plans it here.
@@ -94,6 +96,7 @@ class Model:
         """Bring it to the state that every example begins in: caches empty, the given adapters
         bound."""
         self.gate.reset()
+        self.together = ""
         self.lm.clear_lora()
         if self.lm.supports("genlm_add_lora"):
             for name in sorted(self.bound.keys() - self.adapters.keys()):

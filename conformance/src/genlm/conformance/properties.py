@@ -48,7 +48,7 @@ def for_all(
             nonlocal shrink_until
             if time.monotonic() > shrink_until and drawn not in failed:
                 return  # simple enough
-            live.reset()
+            live.model.reset()
             try:
                 holds(**drawn)
             except Exception:

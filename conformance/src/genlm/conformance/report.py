@@ -194,10 +194,9 @@ def run(
             if only(name.removeprefix("test_")):
                 verdicts.append(_verdict(suite, name, subject))
                 on_verdict(verdicts[-1])
-        longest = max(subject.looked, subject.__dict__.get("longest", 0))
-        limit = subject.contexts_limit
-        if longest and (limit is None or longest < limit):
-            setting["longest context"] = f"{longest}" + (f" of {limit}" if limit else "")
+        if subject.looked and subject.looked < subject.contexts.limit:
+            of = f" of {subject.contexts.limit}" if setting["max_context"] != "none" else ""
+            setting["longest context"] = f"{subject.looked}{of}"
     return Report(suite.backend, str(suite.model), tuple(verdicts), setting=setting)
 
 
@@ -247,7 +246,7 @@ def _verdict(suite: OneModel, name: str, subject: Subject) -> Verdict:
         violation = violation_in(error) is not None
     seconds, rows = time.perf_counter() - began, max(0, subject.model.rows - rows)
     clause = name.removeprefix("test_")
-    return Verdict(clause, status, detail, seconds, rows, subject.deviation, violation)
+    return Verdict(clause, status, detail, seconds, rows, subject.expect.deviation, violation)
 
 
 def counterexample(error: BaseException) -> str:

@@ -68,8 +68,8 @@ class RowClauses:
             live.gather(contexts)
             for context, row in zip(contexts, before, strict=True):
                 again = live.lm.next_token_logprobs_uncached(context)
-                live.expect_row(again, row, f"the context {brief(context)}, cold once more")
-                live.expect(again, context, how="cold once more")
+                live.expect.same(again, row, f"the context {brief(context)}, cold once more")
+                live.expect.row(again, context, how="cold once more")
 
     def test_cold_rows_are_the_reference(self, live: Subject) -> None:
         """Where the class gives rows that were computed without the backend, the cold rows agree
@@ -89,7 +89,7 @@ class RowClauses:
                 f"the reference row of {brief(context)} has the shape {tuple(row.shape)}, not "
                 f"({width},): without ids that the tokenizer lacks, normalised over the others",
             )
-            live.expect_row(live.cold(context), row, f"{brief(context)}, cold, and the reference")
+            live.expect.same(live.cold(context), row, f"{brief(context)}, cold, and the reference")
 
     def test_engine_keeps_its_contract(self, live: Subject) -> None:
         """What the hooks themselves return, before the core touches it: number, shape, type,

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from genlm.conformance.agreement import (
     expect_frequencies,
-    expect_greedy,
     expect_same_draw,
     for_each_seed,
     single_tokens,
@@ -115,7 +114,7 @@ class SamplingClauses:
 
         @for_all(live, examples=10, prompt=live.contexts.any())
         def temperature_zero_is_argmax(prompt: TokenIds) -> None:
-            expect_greedy(live, live.sample(prompt, 4, temperature=0.0), prompt)
+            live.expect.greedy(live.sample(prompt, 4, temperature=0.0), prompt)
 
     def test_top_k_and_top_p(self, live: Subject) -> None:
         """``top_k=1`` and a tiny ``top_p`` leave the most likely token, ``top_k=5`` the five most
@@ -125,10 +124,10 @@ class SamplingClauses:
         def top_k_and_top_p(prompt: TokenIds, seed: int) -> None:
             for how in ({"top_k": 1}, {"top_p": 1e-6}):
                 drawn = live.sample(prompt, 4, seed=seed, **how)
-                expect_greedy(live, drawn, prompt, how=f"with {_given(how)}")
+                live.expect.greedy(drawn, prompt, how=f"with {_given(how)}")
             (token_id,) = live.sample(prompt, 1, temperature=100.0, seed=seed, top_k=5)
             row = live.cold(prompt)
-            least = float(row.topk(5).values[-1]) - TOP_FACTOR * live.atol
+            least = float(row.topk(5).values[-1]) - TOP_FACTOR * live.expect.atol
             check(
                 float(row[token_id]) >= least,
                 f"{list(prompt)} with top_k=5 drew token {token_id}, not one of the five",
@@ -209,7 +208,7 @@ class SamplingClauses:
         ):
             options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
             drawn = live.samples([prompt] * count, 1, seed=7, **options)
-            mass, unsure = _left(row, temperature, top_k, top_p, live.atol)
+            mass, unsure = _left(row, temperature, top_k, top_p, live.expect.atol)
             what = f"{count} draws after {brief(prompt)} with {_given(options)}"
             for ids in drawn:
                 is_left = len(ids) == 1 and (bool(mass[ids[0]] > 0) or ids[0] in unsure)
@@ -269,7 +268,7 @@ class SamplingClauses:
         def adapter_in_sampling(prompt: TokenIds) -> None:
             for name in names:
                 drawn = live.sample(prompt, 2, temperature=0.0, lora_name=name)
-                expect_greedy(live, drawn, prompt, name)
+                live.expect.greedy(drawn, prompt, name)
 
         prompt = live.contexts.long(min(60, live.contexts.limit - 8), 4)
         for name in reversed(names):

@@ -228,7 +228,7 @@ def check_schedule(live: Subject, schedule: Sequence[Event]) -> None:
 
     @for_each_seed
     def each_is_as_alone(seed: int) -> None:
-        live.reset()
+        live.model.reset()
         performance = Performance(live, schedule, seed)
         live.drive(performance.run())
         performance.check()

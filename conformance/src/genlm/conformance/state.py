@@ -22,7 +22,7 @@ class StateClauses:
         def batch_answers_in_order(contexts: list[TokenIds]) -> None:
             rows = live.run(live.lm.batch_next_token_logprobs(contexts))
             check(len(rows) == len(contexts), f"{len(rows)} rows for {len(contexts)} contexts")
-            live.expect_all(rows, contexts, how=f"in a batch of {len(contexts)}")
+            live.expect.rows(rows, contexts, how=f"in a batch of {len(contexts)}")
             live.lm.clear_cache()
             live.check_rows(contexts, how=f"gathered with {len(contexts) - 1} others")
 

@@ -7,27 +7,19 @@ import functools
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import pytest
 
-from genlm.conformance.compare import (
-    ROUNDING,
-    answered,
-    brief,
-    check,
-    deviation,
-    difference,
-)
+from genlm.conformance.compare import ROUNDING, brief, with_adapter
 from genlm.conformance.contexts import EDGES, Contexts
 from genlm.conformance.declaration import Declaration
 from genlm.conformance.driver import Driver, Outcome
 from genlm.conformance.model import Model
-from genlm.core.cache import OutputCache
+from genlm.conformance.oracle import Adapters, Oracle, Several
 from genlm.core.lm import AsyncLM
-from genlm.core.types import TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +31,6 @@ HANGS = 3
 
 #: How long a failing example is made simpler, seconds.
 SHRINKING = 20.0
-
-#: How many of the first cold rows are asked for again at the end.
-REMEMBERED = 40
 
 
 class Subject(Driver):
@@ -55,31 +44,21 @@ class Subject(Driver):
         super().__init__(suite.patience)
         self.suite = suite
         self.until = time.monotonic() + suite.deadline * max(1.0, suite.effort)
-        self.atol, self.effort, self.seed = suite.atol, suite.effort, suite.seed
+        self.effort, self.seed = suite.effort, suite.seed
         self.model = Model(suite, self)
         self.gate, self.adapters = self.model.gate, self.model.adapters
+        self.expect = Oracle(self.model, suite.atol)
+        self.cold = self.expect.cold
         #: :data:`SHRINKING`, or 0 where nobody reads it.
         self.shrinking = SHRINKING
-        #: The longest context whose row was looked at, where that is longer than :attr:`longest`.
+        #: The longest context that was looked at, in tokens; 0 where no clause was on lengths.
         self.looked = 0
-        #: The largest deviation of a probability from the oracle's, in this clause.
-        self.deviation = 0.0
-        self._together = ""  # the contexts that were asked last, for messages
         self._noted: dict[object, Any] = {}
-        #: The first cold rows of the base model, to be asked for once more at the end.
-        self.first_rows: dict[TokenIds, torch.Tensor] = {}
-        self._cold = OutputCache(maxsize=None, max_bytes=512 << 20, move_to_cpu=True)
 
     @property
     def lm(self) -> AsyncLM:
         """The model, in a clean state the first time that a clause asks for it."""
         return self.model.lm
-
-    @property
-    def contexts_limit(self) -> int | None:
-        """The longest context that the model takes, in tokens; ``None`` where nothing says so."""
-        limit = self.contexts.limit if "contexts" in self.__dict__ else None
-        return limit if limit is not None and limit < 1 << 30 else None
 
     def begin(self, suite: Declaration) -> Self:
         """Begin another clause; skip it where too much has hung already."""
@@ -93,7 +72,7 @@ class Subject(Driver):
         if self.is_late:
             raise self.late("this clause had not begun")
         self.model.is_clean = False
-        self.deviation = 0.0
+        self.expect.deviation = 0.0
         return self
 
     def random(self, what: str) -> random.Random:
@@ -111,6 +90,10 @@ class Subject(Driver):
         At most one token more than 1,024. Less where ``max_context`` is less, or where the engine
         would need too long: the time of one cold row of 200 tokens tells.
         """
+        self.looked = self._longest()
+        return self.looked
+
+    def _longest(self) -> int:
         limit = min(self.contexts.limit, max(self.contexts.lengths(1 << 20)))
         if self.suite.longest is not None:
             return min(limit, self.suite.longest)
@@ -130,12 +113,6 @@ class Subject(Driver):
         known = min(self.model.ids, len(self.lm.byte_vocab))
         return Contexts(self.lm.tokenizer, known, self.lm.max_context)
 
-    def reset(self) -> None:
-        """Bring the model to the state that every example begins in: caches empty, the given
-        adapters bound."""
-        self._together = ""
-        self.model.reset()
-
     @property
     def loras(self) -> list[str]:
         """The names of the given adapters; none where the engine has no LoRA."""
@@ -152,8 +129,6 @@ class Subject(Driver):
         self.until = math.inf  # to close the model there is time
         self._loop.close()
         self.model.end()
-
-    # --- what it can do ---------------------------------------------------------------------------
 
     def needs(self, hook: str) -> None:
         """Skip the clause unless the engine implements ``hook``."""
@@ -172,67 +147,15 @@ class Subject(Driver):
 
     def needs_little_rounding(self) -> None:
         """Skip the clause where rounding may be so large that it changes draws."""
-        if self.atol > ROUNDING:
+        if self.expect.atol > ROUNDING:
             pytest.skip(
-                f"rounding of this size (atol={self.atol:g}) may change a draw; run it in float32"
+                f"rounding of this size (atol={self.expect.atol:g}) may change a draw; run it in "
+                "float32"
             )
-
-    # --- the oracle -------------------------------------------------------------------------------
-
-    def cold(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
-        """The oracle: the engine's own row, computed cold, alone and uncached. Kept by the
-        adapter's path."""
-        key = (tuple(token_ids), self.model.path_of(adapter))
-        row = self._cold.get(key)
-        if row is None:
-            row = self.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
-            self._cold.put([(key, row)], self._cold.generation)
-            if len(self.first_rows) < REMEMBERED and adapter is None:
-                self.first_rows[tuple(token_ids)] = row.clone()
-        return row
-
-    def expect(
-        self, row: Outcome, token_ids: Sequence[int], adapter: str | None = None, how: str = "asked"
-    ) -> None:
-        """Check that ``row`` is the one of this context."""
-        self.expect_row(
-            row,
-            self.cold(token_ids, adapter),
-            f"the context {brief(token_ids)}{with_adapter(adapter)}, {how}",
-        )
-
-    def expect_all(
-        self,
-        rows: Iterable[Outcome],
-        contexts: Sequence[Sequence[int]],
-        adapters: Sequence[str | None] | None = None,
-        *,
-        how: str,
-    ) -> None:
-        """Check that each of ``rows`` is the one of its context."""
-        chosen = adapters or [None] * len(contexts)
-        for row, ids, name in zip(rows, contexts, chosen, strict=True):
-            self.expect(row, ids, name, how)
-
-    def expect_row(self, row: Outcome, expected: torch.Tensor, what: str) -> None:
-        """Check that ``row`` is ``expected`` within the tolerance."""
-        row = answered(row, what, self._together)
-        self.deviation = max(self.deviation, deviation(row, expected))
-        found = difference(row, expected, self.atol)
-        check(found is None, f"{what}: {found}{self._together}{self.moved}")
-
-    @property
-    def moved(self) -> str:
-        """What a message says of the last commands to the engine's key/value state; empty where it
-        is not planned by genlm-kit in this process."""
-        last = "\n    ".join(self.model.commands)
-        return f"\n  the last commands of the planner:\n    {last}" if last else ""
-
-    # --- asking -----------------------------------------------------------------------------------
 
     def ask(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         """The row of a context, asked the usual way."""
-        self._together = ""
+        self.model.together = ""
         return self.run(self.lm.next_token_logprobs(token_ids, lora_name=adapter))
 
     def sample(
@@ -241,9 +164,7 @@ class Subject(Driver):
         """A draw."""
         return self.run(self.lm.sample(prompt, most, stops, **options))
 
-    def samples(
-        self, prompts: Sequence[Sequence[int]], most: int, **options: Any
-    ) -> list[list[int]]:
+    def samples(self, prompts: Several, most: int, **options: Any) -> list[list[int]]:
         """Draws in one batch, without stop tokens."""
         return self.run(self.lm.batch_sample(prompts, most, [], **options))
 
@@ -257,26 +178,18 @@ class Subject(Driver):
         self, token_ids: Sequence[int], adapter: str | None = None, how: str = "asked"
     ) -> None:
         """Ask for the row of a context, and check that it is the one of this context."""
-        self.expect(self.ask(token_ids, adapter), token_ids, adapter, how)
+        self.expect.row(self.ask(token_ids, adapter), token_ids, adapter, how)
 
-    def check_rows(
-        self,
-        contexts: Sequence[Sequence[int]],
-        adapters: Sequence[str | None] | None = None,
-        *,
-        how: str,
-    ) -> None:
+    def check_rows(self, contexts: Several, adapters: Adapters = None, *, how: str) -> None:
         """The same of requests asked together."""
-        self.expect_all(self.gather(contexts, adapters), contexts, adapters, how=how)
+        self.expect.rows(self.gather(contexts, adapters), contexts, adapters, how=how)
 
-    def gather(
-        self, contexts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None
-    ) -> list[Outcome]:
+    def gather(self, contexts: Several, adapters: Adapters = None) -> list[Outcome]:
         """The outcomes of requests asked together, each by a coroutine of its own."""
         asked = list(zip(contexts, adapters or [None] * len(contexts), strict=True))
         shown = ", ".join(f"{brief(ids)}{with_adapter(name)}" for ids, name in asked[:6])
         more = f", and {len(asked) - 6} more" if len(asked) > 6 else ""
-        self._together = f"\n  asked together: {shown}{more}"
+        self.model.together = f"\n  asked together: {shown}{more}"
 
         async def together() -> list[Outcome]:
             rows = [self.lm.next_token_logprobs(ids, lora_name=name) for ids, name in asked]
@@ -297,8 +210,3 @@ class Subject(Driver):
             self.gate.on_call = None
             # A call may be under way still, and wait for this loop.
             await self.all_done([asyncio.wrap_future(self.thread(self.lm.clear_kv_cache))])
-
-
-def with_adapter(adapter: str | None) -> str:
-    """What a message says of the adapter of a request."""
-    return "" if adapter is None else f" with adapter {adapter!r}"
