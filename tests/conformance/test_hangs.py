@@ -158,11 +158,14 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    ("stuck", "deadline"),
-    [("threading.Event().wait()", 100), ("ctypes.PyDLL(None).sleep(10000)", 15)],
+    ("stuck", "deadline", "said"),
+    [
+        ("threading.Event().wait()", 100, "stuck DOES NOT CONFORM"),
+        ("ctypes.PyDLL(None).sleep(10000)", 15, "Timeout"),
+    ],
     ids=["waits", "locks"],
 )
-def test_the_command_ends(stuck: str, deadline: int, install) -> None:
+def test_the_command_ends(stuck: str, deadline: int, said: str, install) -> None:
     """Also where a hook that any thread may call never returns, or holds the interpreter's lock:
     what was found before is told, and the process ends."""
     install("stuck", STUCK.format(stuck=stuck))
@@ -177,6 +180,7 @@ def test_the_command_ends(stuck: str, deadline: int, install) -> None:
     assert done.returncode == 1, told
     assert re.search("bytes_of_text +passed", told), told
     assert "in genlm_wake" in told, told
+    assert said in told, told
 
 
 class Slow(MockEngine):

@@ -225,6 +225,7 @@ BLOCKING = frozenset(
         "add_new_lora",
         "batch_next_token_logprobs_sync",
         "cache_kv",
+        "clear_cache",
         "clear_kv_cache",
         "close",
         "next_token_logprobs_sync",
