@@ -179,6 +179,27 @@ def test_gathered_draws_are_made_together(mock, monkeypatch):
     assert calls == [8, *[1] * 8, 7]
 
 
+def test_what_fails_for_some_options_is_drawn_again_by_the_same_numbers(mock, monkeypatch):
+    """Also the draws with other options, which had succeeded, count once."""
+    hows = [{}, {"top_k": 20}]
+
+    async def gathered():
+        lm = mock()
+        asked = [lm.sample_particles([1], 1, 3, eos_token_ids=[], seed=5, **how) for how in hows]
+        return await asyncio.gather(*asked)
+
+    def failing_second(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError
+        return own(*args)
+
+    calls, own = [], drawer._drawn
+    expected = asyncio.run(gathered())
+    monkeypatch.setattr(drawer, "_drawn", failing_second)
+    assert asyncio.run(gathered()) == expected
+
+
 # --- filters --------------------------------------------------------------------------------------
 
 

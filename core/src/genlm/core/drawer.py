@@ -129,20 +129,22 @@ def draw_together(
     alike = defaultdict[Any, list[int]](list)
     for at, drawer in enumerate(drawers):
         alike[drawer.how].append(at)
-    drawn: list[int | EngineError] = [0] * len(drawers)
+    order: list[int] = []
+    found: list[torch.Tensor] = []
+    device = torch.device("cpu") if rows[0].is_mps else rows[0].device  # Metal has no float64
+    some = max(1, (IN_CACHE if on_cpu(device) else IN_MEMORY) // len(rows[0]))
     for how, places in alike.items():
-        device = torch.device("cpu") if rows[0].is_mps else rows[0].device  # Metal has no float64
-        some = max(1, (IN_CACHE if on_cpu(device) else IN_MEMORY) // len(rows[0]))
-        found = []
+        order += places
         for begin in range(0, len(places), some):
             part = places[begin : begin + some]
             numbers = torch.tensor(
                 [[drawers[at].number()] for at in part], dtype=torch.float64, device=device
             )
             found.append(_drawn(torch.stack([rows[at] for at in part]).to(device), numbers, how))
-        for at, one in zip(places, torch.cat(found).tolist(), strict=True):
-            drawn[at] = drawers[at].take(*one)
-    return drawn
+    # Noted when all have succeeded: after a failure each is drawn again, by the same number.
+    values = torch.cat(found).tolist()
+    drawn = {at: drawers[at].take(*one) for at, one in zip(order, values, strict=True)}
+    return [drawn[at] for at in range(len(drawers))]
 
 
 def on_cpu(device: torch.device) -> bool:
