@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -18,11 +20,12 @@ from genlm.core.errors import EngineDeadError, EngineError, InvalidOptionError, 
 from genlm.core.types import Query, SamplingParams, ScoreRequest
 from genlm.vllm import in_flight
 from genlm.vllm.internals import EngineCore, logits_processor_interfaces
+from genlm.vllm.loading import load
 from genlm.vllm.rows import LocalRows
 from genlm.vllm.scoring import worth_scoring
 from tests.adapter_outcomes import reference_rows
 
-from .driven import DrivenVllm, text
+from .driven import SMALL, DrivenVllm, text
 
 ATOL = 5e-4  # float32, on prompts computed in other chunks
 
@@ -286,6 +289,19 @@ def test_padding_has_no_mass_in_rows_and_scores(padded):
         (row,) = padded.ask(Query(context + continuation[:at], cold=True))
         assert float(row[:900].logsumexp(0)) == pytest.approx(0, abs=ATOL)
         assert float(score) == pytest.approx(float(row[token_id]), abs=ATOL)
+
+
+def test_a_closed_model_with_padding_goes_at_once(small_path):
+    """Also without a search for garbage, which may be long in coming."""
+    engine = DrivenVllm(load(small_path, {"engine_opts": SMALL}), width=900)
+    engine.ask(Query(text(0, 5)))
+    model = weakref.ref(engine.model)
+    gc.disable()  # but for who asks for it
+    try:
+        engine.genlm_close()
+        assert model() is None
+    finally:
+        gc.enable()
 
 
 def test_where_padding_cannot_be_hidden_all_is_left_to_rows(load_briefly, monkeypatch):

@@ -12,6 +12,7 @@ request is the last one.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -103,10 +104,10 @@ class RowCapture:
 def hide_padding(model: Any, width: int) -> None:
     """Let no token id from ``width`` on have any mass in a model's logits, from which vLLM makes
     rows, draws and the log-probabilities of prompts."""
-    own = model.compute_logits
+    own: Any = weakref.WeakMethod(model.compute_logits)  # else a closed model would keep itself
 
     def compute_logits(*args: Any, **options: Any) -> torch.Tensor | None:
-        logits: torch.Tensor | None = own(*args, **options)
+        logits: torch.Tensor | None = own()(*args, **options)
         if logits is not None:  # which only the first of some workers has
             logits[..., width:] = -torch.inf
         return logits
