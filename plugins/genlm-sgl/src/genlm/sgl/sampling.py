@@ -10,6 +10,10 @@ from genlm.core import SamplingParams
 #: More tokens than any model has; SGLang keeps the number in 32 bits.
 GREATEST_TOP_K = 1 << 30
 
+#: Beyond, the 32 bits of SGLang's probabilities round different ones to the same, and at last
+#: those of padding to NaN.
+HIGHEST_TEMPERATURE = 100.0
+
 
 def native_draw(params: SamplingParams, always_stop: Set[int]) -> dict[str, Any] | None:
     """SGLang's sampling parameters for a draw, or ``None`` if it would draw something else.
@@ -19,11 +23,15 @@ def native_draw(params: SamplingParams, always_stop: Set[int]) -> dict[str, Any]
       listed tokens.
     * With ``top_k`` and ``top_p`` together, it takes the mass before ``top_k`` cuts off the tail;
       the contract takes it after that.
+    * At high temperatures it keeps, with ``top_k`` and ``top_p``, any of the tokens that it rounds
+      to the same probability.
 
     Args:
         always_stop: The tokens at which it stops, unless told to stop at none.
     """
     if params.seed is not None or (params.top_k is not None and params.top_p is not None):
+        return None
+    if params.temperature > HIGHEST_TEMPERATURE:
         return None
     if params.stop_token_ids and not always_stop <= params.stop_token_ids:
         return None
