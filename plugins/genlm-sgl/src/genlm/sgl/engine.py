@@ -103,9 +103,10 @@ class SglEngine:
     def _hide_padding(self, width: int) -> None:
         """Let no padding have any mass, and see whether that is so."""
         self._width = width
+        gives_scores, self.gives_scores = self.gives_scores, False  # also where this fails
         self.scheduler.hide_padding(width)
         row = self.evaluate_alone(PROBE)
-        self.gives_scores &= bool((row[width:] == -torch.inf).all())
+        self.gives_scores = gives_scores and bool((row[width:] == -torch.inf).all())
 
     def _drop(self, requests: Sequence[Request]) -> None:
         """Release requests that no longer have callers."""

@@ -97,7 +97,7 @@ class VllmEngine:
 
     def _hide_padding(self, width: int) -> None:
         """Let no padding have any mass, and see whether that is so."""
-        self._width = width
+        self._width, self._hides_padding = width, False  # also where this fails
         self._rows.hide_padding(self.model, width)
         row = self.evaluate_alone(Query((0,), cold=True))
         self._hides_padding = bool((row[width:] == -torch.inf).all())
