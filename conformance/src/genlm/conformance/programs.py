@@ -366,7 +366,7 @@ class Program:
             samples=samples,
             scores=scores,
             dropped=dropped,
-            width=self.engine.vocab_size,
+            width=getattr(self.engine, "vocab_size", None),  # a user of a model has none
         )
         return answers
 
