@@ -114,7 +114,7 @@ def test_a_step_of_a_real_vllm_is_on_the_stream_that_it_made_when_it_loaded(
     made, usual = [], RowCapture.apply
 
     def load(self, *config):
-        self._wishes = {}
+        self._keys = {}
         made.append(start(cuda))
 
     def step(self, *given):
