@@ -121,7 +121,10 @@ def test_many_are_what_each_is_alone(monkeypatch, rows, on_cpu, at_once):
         assert one.proposal_logprob == pytest.approx(other.proposal_logprob)
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 20}, {"top_p": 0.7}, {"min_p": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.0}, {"top_k": 20}, {"top_p": 0.7}, {"min_p": 0.1}],
+)
 def test_a_gpu_would_launch_as_many_kernels_for_any_number(monkeypatch, rows, options):
     monkeypatch.setattr(drawer, "on_cpu", lambda device: False)
     counts = []
@@ -130,6 +133,7 @@ def test_a_gpu_would_launch_as_many_kernels_for_any_number(monkeypatch, rows, op
             draw_together(drawers_of(count, **options), list(rows[:count]))
         counts.append(launched.count)
     assert counts[0] == counts[1]
+    assert 9 <= counts[0] <= 40, "what docs/gpu.md says"
 
 
 def test_sums_whose_last_bits_are_wrong_give_no_token_without_mass(monkeypatch):

@@ -33,7 +33,7 @@ class OnBytes:
 
 
 class TestVllm(StateSuite):
-    """On a real vocabulary."""
+    """On a real vocabulary, with padded embeddings."""
 
     backend = "vllm"
     effort = 0.1
@@ -41,8 +41,8 @@ class TestVllm(StateSuite):
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _model(cls, tiny_path):
-        cls.model = tiny_path
+    def _model(cls, padded_path):
+        cls.model = padded_path
 
 
 class TestVllmWithoutLiveSessions(OnBytes, HistoryClauses, GrowthClauses, StateClauses, OneModel):

@@ -111,10 +111,10 @@ def test_memory_of_a_row_is_kept_for_the_stream_that_reads_it(cuda):
 def test_a_step_of_a_real_vllm_is_on_the_stream_that_it_made_when_it_loaded(
     cuda, load_briefly, monkeypatch
 ):
-    made, usual = [], RowCapture.apply
+    made, begin, usual = [], RowCapture.__init__, RowCapture.apply
 
     def load(self, *config):
-        self._keys = {}
+        begin(self, *config)
         made.append(start(cuda))
 
     def step(self, *given):

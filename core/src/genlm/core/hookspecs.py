@@ -198,9 +198,9 @@ def genlm_step(
         dropped: Requests in flight, of any kind, whose callers have all gone. Drop them now and
             never answer them; an answer in this same step is ignored. An engine that does not name
             ``dropped`` computes them to the end.
-        width: How many ids the tokenizer has. Scores are normalised over these, or declined. An
-            engine that does not name ``width`` is asked for no scores where ``vocab_size`` exceeds
-            it (padded embeddings).
+        width: How many ids the tokenizer has. Draws are of these, and scores are normalised over
+            them; others are declined. An engine that does not name ``width`` is asked for no scores
+            where ``vocab_size`` exceeds it (padded embeddings).
 
     Returns:
         One :class:`~genlm.core.types.Answer` for each request that is finished: its result, its

@@ -32,8 +32,8 @@ from genlm.kit.prefixes import (
 #: a CPU.
 ROW_OF_ONE = 4
 
-#: Contexts of unlike length run together where the longest is at most twice as long as the
-#: shortest, and so much longer.
+#: Contexts of unlike length run together where the longest has at most twice as many tokens as the
+#: shortest, and so many more.
 TWICE, LONGER = 2, 64
 
 #: transformers' layers of a cache whose keys and values have a position for each token, or that
@@ -57,6 +57,7 @@ class Snapshot:
         pinned: Whether it stays until the state is cleared.
         unfinished: Whether it is of a chunk that nobody has gone on from yet.
         size: Bytes of memory that its tensors hold.
+        width: How many positions it has: as many as its longest context.
     """
 
     cache: Any
@@ -64,10 +65,15 @@ class Snapshot:
     pinned: bool = False
     unfinished: bool = False
     size: int = field(init=False)
+    width: int = field(init=False)
 
     @size.default
     def _count(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(self.cache))
+
+    @width.default
+    def _widest(self) -> int:
+        return self.longest(range(len(self.keys)))
 
     def longest(self, rows: Sequence[int]) -> int:
         """The length of the longest context of some rows."""
@@ -402,7 +408,7 @@ def joined(places: Sequence[Place]) -> Any:
 
 def _selected(snapshot: Snapshot, rows: Places, longest: int, width: int) -> Iterator[torch.Tensor]:
     """Copies of some rows, of which the longest has so many positions, at another width."""
-    unused = snapshot.longest(range(len(snapshot.keys))) - longest
+    unused = snapshot.width - longest
     lasting = {id(one) for one in _of_all_positions(snapshot)} if unused or width > longest else ()
     for tensor in _tensors(snapshot.cache):
         resized = id(tensor) in lasting

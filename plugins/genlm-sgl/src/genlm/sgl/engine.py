@@ -48,7 +48,6 @@ class SglEngine:
         self._newcomers = Newcomers(scheduler, forward_worth(device.type))
         self._pinned: dict[Query, Any] = {}
         self._asked = 0
-        self._width = self.vocab_size  # token ids from there on are padding
 
     # --- evaluation -------------------------------------------------------------------------------
 
@@ -63,7 +62,7 @@ class SglEngine:
         width: int,
     ) -> list[Answer]:
         try:
-            if width < self._width:  # in the first step
+            if width < self.scheduler.width:  # in the first step
                 self._hide_padding(width)
             self._drop(dropped)
             answers = self._receive(queries, samples, scores)
@@ -102,7 +101,6 @@ class SglEngine:
 
     def _hide_padding(self, width: int) -> None:
         """Let no padding have any mass, and see whether that is so."""
-        self._width = width
         gives_scores, self.gives_scores = self.gives_scores, False  # also where this fails
         self.scheduler.hide_padding(width)
         row = self.evaluate_alone(PROBE)
@@ -175,9 +173,10 @@ class SglEngine:
 
     def evaluate_alone(self, query: Query) -> Any:
         """The row of a query while nothing else is in flight."""
-        answers = self.genlm_step([query], [], [], [], self._width)
+        width = self.scheduler.width
+        answers = self.genlm_step([query], [], [], [], width)
         while not answers:
-            answers = self.genlm_step([], [], [], [], self._width)
+            answers = self.genlm_step([], [], [], [], width)
         if isinstance(answers[0].result, Exception):
             raise answers[0].result
         return answers[0].result

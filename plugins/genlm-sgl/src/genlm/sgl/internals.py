@@ -65,7 +65,8 @@ class Scheduler:
         self._rows: torch.Tensor | None = None
         #: The keys of the requests whose prompts are not computed.
         self.computing: set[str] = set()
-        self._width = self.vocab_size  # token ids from there on are padding
+        #: Token ids from there on are padding.
+        self.width = self.vocab_size
         sampler = self._scheduler.tp_worker.model_runner.sampler
         sampler.register_forward_pre_hook(self._before_sampling)
 
@@ -136,13 +137,13 @@ class Scheduler:
     def hide_padding(self, width: int) -> None:
         """Let no token id from ``width`` on be drawn, nor have any mass where prompts are computed:
         in their scores, if this SGLang makes their logits where it is expected."""
-        self._width = width
+        self.width = width
         processor: Any = getattr(self.model, "logits_processor", None)
         if (own := getattr(processor, "_get_logits", None)) is not None:
             processor._get_logits = lambda *args, **how: self._without_padding(own(*args, **how))
 
     def _without_padding(self, logits: torch.Tensor) -> torch.Tensor:
-        logits[..., self._width :] = -torch.inf
+        logits[..., self.width :] = -torch.inf
         return logits
 
     # --- the journey of a request -----------------------------------------------------------------
