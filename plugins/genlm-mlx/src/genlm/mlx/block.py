@@ -176,7 +176,8 @@ class RowBlock:
                 for _, at in target.rows
             ]
             rows = runner.read(self.cache, versions, tokens, wanted)
-            last = [wanted.index((row, len(some) - 1)) for row, some in enumerate(tokens)]
+            number = {place: at for at, place in enumerate(wanted)}
+            last = [number[row, len(some) - 1] for row, some in enumerate(tokens)]
             self.logits = rows[mx.array(last, mx.int32)]
         owners = [owner for target in self.targets for owner, _ in target.rows]
         self._reach([target.key for target in self.targets])
