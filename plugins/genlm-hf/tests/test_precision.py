@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
@@ -27,7 +28,7 @@ from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from tests.engines import rows_of
 
-from .models import beside, check_random_program, llama_config, proven, unproven
+from .models import beside, build, check_random_program, draw, llama_config, proven, unproven
 from .shapes import SHAPE
 
 
@@ -137,6 +138,49 @@ def test_quantised(bits: int, stored: torch.dtype, tiny: str) -> None:
     plain = beside(load(tiny), None).ask((1, 2, 3))
     assert (rows - plain).abs().max() > 0.01, "the options are lost"
     check_random_program(model, seed=0, atol=0.1)
+
+
+def rounding(config: Any) -> Any:
+    """A model whose linear layers round what they get, each token by a scale of its own, as int8
+    layers with dynamic activations do. Forwards of unlike size differ by as little as kernels do,
+    which is rounded to other numbers."""
+    model = build(config)
+
+    def kernel(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(embedded.numel())
+        return embedded * (1 + 1e-5 * torch.randn(embedded.shape, generator=generator))
+
+    model.get_input_embeddings().register_forward_hook(kernel)
+
+    def rounded(module: Any, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        scale = given[0].abs().amax(-1, keepdim=True) / 7
+        return ((given[0] / scale).round() * scale,)
+
+    for part in model.modules():
+        if isinstance(part, torch.nn.Linear) and part is not model.get_output_embeddings():
+            part.register_forward_pre_hook(rounded)
+    model.hf_quantizer = object()  # what transformers' own have
+    return model
+
+
+def test_layers_that_round_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = llama_config(num_hidden_layers=4, hidden_size=128, intermediate_size=128)
+    engine = HFEngine(rounding(config), None)
+    assert engine.reuse is Reuse.SHARED
+    apart = []
+    with capture_logs() as events:
+        for context in draw(5, 70):
+            rows_of(engine, [Query(context[:60])])
+            kept, cold = (rows_of(engine, [Query(context, cold=cold)]) for cold in (False, True))
+            apart.append(float((kept - cold).abs().max()))
+    assert max(apart) > 0.5, "nothing was rounded to another number"
+    assert "kv.reuse_wrong" not in {event["event"] for event in events}
+
+    def wrong(self: Runner, *args: Any, run: Any = Runner.packed) -> torch.Tensor:
+        return run(self, *args) * 1.02
+
+    monkeypatch.setattr(Runner, "packed", wrong)  # which its own rows do not show, the twin's do
+    assert HFEngine(rounding(config), None).reuse not in (Reuse.SHARED, Reuse.PACKED)
 
 
 @pytest.mark.any_version

@@ -40,9 +40,9 @@ NOISE_MARGIN, SPREAD_SHARE, ROUNDING_STEPS = 8.0, 0.1, 2.0
 #: noise.
 MORE_NOISE = 3.0
 
-#: The same under LLM.int8(), which rounds activations too; which of them depends on the whole
-#: forward.
-INT8_TOLERANCE = 3.0
+#: By how much of itself rounding may change an embedding at least, as a measure of what quantised
+#: layers make of such a change: many round their input too, and to another number.
+LEAST_CHANGE = 1e-4
 
 #: Where the twins' thresholds are, and how long the contexts that cross them.
 NEAR = 8
@@ -108,6 +108,8 @@ def choose_reuse(
             f"{wider if model.dtype == torch.float16 else ''}look for NaN among its weights"
         )
     tolerance = _tolerance(model, runner, contexts, expected)
+    if is_quantised(model):
+        tolerance = max(tolerance, _moved(model, runner, contexts, expected))
     limit = reuse_limit(model.config.get_text_config(decoder=True))
     twins = Twins(model, limit)
     reasons: dict[str, str] = {}
@@ -204,15 +206,15 @@ class Twins:
         """The longest context for which a way is right on the twins; ``None`` is any length."""
         # Those that contexts whose state is kept may cross.
         found = [one for one in self._thresholds if self.limit is None or one.value < self.limit]
-        if not found:
+        if not found and not is_quantised(self.model):  # whose own rows tell little
             return None
         why = self._why_wrong(reuse, found)
         if why is None:
             return None
         alone = [one for one in found if self._why_wrong(reuse, [one]) is not None]
         guilty = alone or found
-        self.reasons[reuse] = f"{', '.join('.'.join(one.path) for one in guilty)}: {why}"
-        return min(one.value for one in guilty) - 1
+        self.reasons[reuse] = f"{', '.join('.'.join(one.path) for one in guilty) or 'any'}: {why}"
+        return min((one.value for one in guilty), default=1) - 1
 
     def rows_apart(self) -> bool:
         """Whether beyond all thresholds a row depends on tokens that come after it, or no twin
@@ -256,10 +258,10 @@ class Twins:
                 expected = _logprobs([runner.plain([context], [None]) for context in contexts])
                 noise = noise_of(runner, contexts, expected)
                 if noise > MOST_NOISE:
+                    beyond = ", ".join(f"{'.'.join(one.path)}={one.value}" for one in near)
                     raise EngineError(
                         f"rows of this model differ by {noise:.3g} nats from forward to forward "
-                        f"beyond {'.'.join(near[0].path)}={near[0].value} tokens; such a model "
-                        "cannot be served"
+                        f"beyond {beyond or 'one'} tokens; such a model cannot be served"
                     )
                 tolerance = _tolerance(twin, runner, contexts, expected)
                 if why := _disagreement(runner, reuse, contexts, expected, tolerance):
@@ -283,11 +285,7 @@ def _tolerance(
 ) -> float:
     """How far rows may be apart: what rounding explains, and less than what tells rows of different
     contexts apart."""
-    if getattr(model, "is_loaded_in_8bit", False):
-        return INT8_TOLERANCE
     dtype = model.dtype
-    if getattr(model, "is_loaded_in_4bit", False) and model.device.type == "cpu":
-        dtype = torch.bfloat16  # in which bitsandbytes computes there, if the processor can
     most = TOLERANCES.get(dtype, TOLERANCES[torch.float32])
     finite = [row[row.isfinite()] for row in expected]  # a model may exclude tokens
     spread = min(float(row.std()) for row in finite)
@@ -297,6 +295,28 @@ def _tolerance(
     if least >= most:  # however small the noise is
         return most
     return min(most, max(NOISE_MARGIN * noise_of(runner, contexts, expected), least))
+
+
+def is_quantised(model: Any) -> bool:
+    return getattr(model, "hf_quantizer", None) is not None
+
+
+def _moved(
+    model: Any, runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor
+) -> float:
+    """How far rows move where each embedding changes by about as much as rounding may change it."""
+    change = max(torch.finfo(model.dtype).eps, LEAST_CHANGE)
+    generator = torch.Generator().manual_seed(0)
+
+    def disturb(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(embedded.shape, generator=generator).to(embedded)
+        return embedded * (1.0 + change * noise)
+
+    hook = model.get_input_embeddings().register_forward_hook(disturb)
+    try:
+        return apart(_logprobs([runner.plain([each], [None]) for each in contexts]), expected)
+    finally:
+        hook.remove()
 
 
 def noise_of(
