@@ -21,10 +21,13 @@ from transformers import (
     BitsAndBytesConfig,
     LlamaConfig,
     PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from genlm.core import (
     AsyncLM,
+    EngineError,
     InvalidInputError,
     InvalidOptionError,
     ModelNotFoundError,
@@ -37,8 +40,10 @@ from genlm.hf import AsyncTransformer
 from genlm.hf.loading import load_pretrained
 from genlm.hf.options import ELSEWHERE, HFOptions
 from tests.left_behind import left_behind
+from tools.tiny import write_tokenizer
 
-from .models import build
+from .families import small_family
+from .models import build, row_of
 from .shapes import SHAPE, TOKENS
 
 CONTEXT = [104, 101, 108, 108, 111]
@@ -65,6 +70,28 @@ def test_by_name_by_class_and_already_loaded(tiny: str) -> None:
         with way() as lm:
             row = lm.next_token_logprobs_sync(CONTEXT)
         torch.testing.assert_close(row, right, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
+def test_a_model_that_sees_is_asked_for_text(family: str, tmp_path: Path) -> None:
+    model = small_family(family, 200)
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    with load_model_by_name(str(tmp_path), "hf") as lm:
+        assert type(lm.underlying_model) is type(model)
+        context = [token % 60 for token in CONTEXT]
+        for length in range(1, len(context) + 1):
+            row = lm.next_token_logprobs_sync(context[:length])
+            right = row_of(model, context[:length]).float()
+            torch.testing.assert_close(row[: len(right)], right, atol=1e-4, rtol=0)
+
+
+def test_a_model_that_continues_no_text(tmp_path: Path) -> None:
+    shape = {"vocab_size": 256, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    T5ForConditionalGeneration(T5Config(**shape)).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    with pytest.raises(EngineError, match=r"not a causal language model: .* none for T5Config"):
+        load_model_by_name(str(tmp_path), "hf")
 
 
 def test_the_type_is_the_users(tiny: str) -> None:

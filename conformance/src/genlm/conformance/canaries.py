@@ -20,7 +20,8 @@ from genlm.core.lm import load_model_by_name
 
 #: How a folder's files name the class ``Canary`` in its file ``canary.py``.
 REFERENCE = "canary.Canary"
-AUTO_MAP = {name: REFERENCE for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")}
+AUTO_CLASSES = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForMultimodalLM")
+AUTO_MAP = {name: REFERENCE for name in AUTO_CLASSES}
 CLASS = "CanaryForCausalLM"
 
 ESCAPE = "{{{{ cycler.__init__.__globals__.os.open({mark!r}, 65) }}}}"  # 65 is O_CREAT | O_WRONLY

@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
 
 from genlm.core.checks import safe_repr
-from genlm.core.errors import InvalidOptionError, ModelNotFoundError
+from genlm.core.errors import EngineError, InvalidOptionError, ModelNotFoundError
 from genlm.core.hints import nearest
 from genlm.core.logs import get_logger
 from genlm.core.options import unknown_argument
@@ -52,6 +57,7 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
         InvalidOptionError: the options contradict each other, or the folder holds several GGUF
             files.
         ModelNotFoundError: the folder has no tokenizer, or the checkpoint lacks weights.
+        EngineError: the model is none that continues text.
         OSError: there is no such model, as transformers says it.
     """
     arguments = dict(options.hf_opts)
@@ -69,7 +75,7 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     device = _place(arguments, options)
     arguments["output_loading_info"] = True
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(name, **arguments)
+        model, found = _from_pretrained(name, arguments)
     except TypeError as error:
         _refuse_argument(error, options.hf_opts)
         raise
@@ -82,6 +88,29 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
         "model.loaded", backend="hf", model=name, device=str(model.device), dtype=str(model.dtype)
     )
     return model.eval(), tokenizer
+
+
+def _from_pretrained(name: str, arguments: Mapping[str, Any]) -> tuple[Any, Any]:
+    """A causal language model, with what was found of its weights; also one that sees or hears as
+    well, which is asked for text only.
+
+    Raises:
+        EngineError: transformers has no such model of the checkpoint's family.
+    """
+    family = ""
+    for kind in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+        try:
+            loaded: tuple[Any, Any] = kind.from_pretrained(name, **arguments)
+            return loaded
+        except ValueError as error:
+            unknown = re.search(r"configuration class <class '[\w.]*?(\w+)'> for this", str(error))
+            if unknown is None:
+                raise
+            family = unknown[1]
+    raise EngineError(
+        f"{name!r} is not a causal language model: transformers has none for {family}; give one "
+        "that continues text"
+    )
 
 
 def _refuse_argument(error: TypeError, given: Mapping[str, Any]) -> None:
