@@ -1,5 +1,6 @@
-"""Every causal family that transformers has, as far as a small model of it can be built: rows from
-kept state are those of cold forwards, around every threshold."""
+"""Every causal family that transformers has, also of models that see or hear, as far as a small
+model of it can be built: rows from kept state are those of cold forwards, around every threshold.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from .families import FAMILIES
 from .models import sweep
-
-FAMILIES = sorted({kind.model_type for kind in MODEL_FOR_CAUSAL_LM_MAPPING})
 
 #: How many families could be tried when this was written, with transformers 5.23.
 TRIED = 150
