@@ -328,6 +328,8 @@ def test_adapters_do_not_share_snapshots(model: Any, tmp_path: Path) -> None:
             torch.testing.assert_close(given[1:], model.expected(grown), atol=1e-4, rtol=0)
         grown = (*grown, token)
     assert model.forwards[-2:] == [2, 2]
+    model.forwards.clear()
     model.engine.genlm_remove_lora(adapter)
     with adapted.disable_adapter():
         model.check(grown)
+    assert model.forwards == [1]  # what the base model shared a forward with is forgotten alone

@@ -294,10 +294,14 @@ class Snapshots:
             self._drop(snapshot)
 
     def drop_adapter(self, adapter: Adapter) -> None:
-        """Drop the snapshots with contexts computed with an adapter, pinned ones included."""
+        """Forget the contexts computed with an adapter, pinned ones included. Snapshots that others
+        share stay."""
         header = key_of(adapter.version, ())
+        for key in [key for key in self._places if key.startswith(header)]:
+            self._places.remove(key)
+        self._state = object()
         for snapshot in list(self._used):
-            if any(key.startswith(header) for key in snapshot.keys):
+            if all(key.startswith(header) for key in snapshot.keys):
                 self._drop(snapshot)
 
     def _drop(self, snapshot: Snapshot) -> None:
