@@ -64,6 +64,13 @@ def test_what_several_begin_with_is_computed_once(model: Any) -> None:
     assert sorted(model.forwards) == sorted([1, 60, *further(model, 1, 3)])
 
 
+def test_a_step_has_room_for_all_that_begin_alike() -> None:
+    model = proven(LFM2, max_batch_tokens=100)
+    (prompt,) = draw(1, 60)
+    model.check(*[(*prompt, token) for token in range(30)])
+    assert model.forwards == [60, 30]
+
+
 def test_rows_on_the_way_to_another_are_read_there(model: Any) -> None:
     (text,) = draw(1, 40)
     model.check(*[text[:length] for length in range(1, 41)])

@@ -130,7 +130,7 @@ class Snapshots:
     def __init__(self, budget: int, forward: int, at_once: bool, ragged: bool) -> None:
         self.at_once, self._ragged = at_once, ragged
         self._budget = budget
-        self._forward = forward
+        self.forward = forward
         self._used: OrderedDict[Snapshot, None] = OrderedDict()  # the least recently used first
         self._places: PrefixIndex[bytes, Place] = PrefixIndex()
         self._state = object()  # another one whenever the places change
@@ -150,7 +150,7 @@ class Snapshots:
         placed = [Placement(at, sequences[at], None, self._start(sequences[at])) for at in indices]
         if all(one.sequence.length == one.start + 1 for one in placed):
             return {one.index: Run(one.sequence, one.rows()) for one in placed}
-        return {way[-1].index: _run(way) for way in ways(placed, self._forward)}
+        return {way[-1].index: _run(way) for way in ways(placed, self.forward)}
 
     def beginnings(self, sequences: Mapping[int, TokenSequence]) -> list[Beginning]:
         """What some of the sequences begin with and is cheaper to compute first, the best first."""
@@ -244,10 +244,10 @@ class Snapshots:
     def _cheapest(self, start: int, length: int, count: int) -> tuple[int, int]:
         """What it costs, in tokens, to compute so many contexts that start and end together, and
         where they had best start."""
-        whole = self._forward + count * length, 0
+        whole = self.forward + count * length, 0
         if self.at_once:
             return whole[0] - count * start, start
-        steps = (self._forward + ROW_OF_ONE * count) * (length - start), start
+        steps = (self.forward + ROW_OF_ONE * count) * (length - start), start
         return min(steps, whole) if start else whole
 
     def keep(self, keys: Sequence[bytes], cache: Any) -> None:

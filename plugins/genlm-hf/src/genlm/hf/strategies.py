@@ -334,7 +334,8 @@ class InSnapshots(Strategy):
 
     def together(self) -> Together[Any]:
         # Where new tokens run one at a time, a context may be computed whole behind another one.
-        return Together(math.inf, nests=self.snapshots.at_once)
+        at_once = self.snapshots.at_once
+        return Together(self.snapshots.forward if at_once else math.inf, nests=at_once)
 
     def compute(
         self, sequences: Sequence[TokenSequence], indices: Sequence[int]
