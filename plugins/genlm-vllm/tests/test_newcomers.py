@@ -37,6 +37,16 @@ def test_the_tokens_of_a_text_are_computed_once(engine):
     assert engine.computes(*prefixes) == [len(whole), 15]
 
 
+def test_a_text_that_is_asked_in_pieces(load_briefly):
+    """As the rows of a score are. What goes on from the first piece does not do so by a session
+    each, of which one has more to compute than the other."""
+    engine = load_briefly(max_num_seqs=64, kv_cache_memory_bytes=1 << 23)
+    whole = text(0, 2 * BLOCK)
+    engine.ask(*(Query(whole[:length]) for length in range(1, BLOCK + 1)))
+    second = [whole[:length] for length in range(BLOCK + 1, 2 * BLOCK + 1)]
+    assert sum(engine.computes(*second)) == BLOCK + len(second)
+
+
 def test_new_tokens_that_forks_have_in_common_are_computed_once(engine):
     parent = text(0, 50)
     engine.ask(Query(parent))

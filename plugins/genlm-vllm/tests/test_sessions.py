@@ -34,7 +34,7 @@ def session(
 
 def made(limit: int, capacity: int = CAPACITY, places: int = 0) -> Sessions:
     sizes = {"capacity": capacity, "shared": BLOCK, "longest": 40, "reach": BLOCK}
-    return Sessions(limit=limit, places=places, footprint=footprint, **sizes)
+    return Sessions(limit=limit, places=places, footprint=footprint, forks=True, **sizes)
 
 
 class Blocks:
@@ -67,6 +67,20 @@ def test_pinning_leaves_places_for_other_requests():
     sessions.pin(session(1))
     with pytest.raises(EngineError, match=r"1 prefixes are pinned.*clear_kv_cache.*max_num_seqs"):
         sessions.check_room_for_pin(session(2))
+
+
+def test_where_a_longer_one_was_just_taken_there_is_a_fork():
+    sessions = made(3)
+    for ids in ((1,), (1, 2), (1, 5)):
+        new = session(*ids, request_id=str(ids))
+        sessions.held.add(new)
+        sessions.held.complete(new)
+        assert sessions.park(new) == []
+    assert sessions.take(Query((1, 2, 3))).prompt == Query((1, 2))
+    assert sessions.take(Query((1, 2, 3, 4))) is None  # (1,) is there, which lacks a token more
+    assert sessions.take(Query((1, 5, 6))).prompt == Query((1, 5))
+    sessions.settle()
+    assert sessions.take(Query((1, 2, 3, 4))).prompt == Query((1,))
 
 
 def test_pins_count_what_they_share_once():
@@ -142,6 +156,7 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
             assert (taken.prompt.length if taken else 0) == max(lengths, default=0)
             if taken:
                 assert taken.prompt == Query(ids[: taken.prompt.length], adapter)
+                sessions.settle()
                 sessions.held.remove(taken)
                 given_up([taken])
         elif deed == "trim":

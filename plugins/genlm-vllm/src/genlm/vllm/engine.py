@@ -90,6 +90,7 @@ class VllmEngine:
                 self._launch(self._prepared(request))
             else:
                 declined.append(Answer(request, None))
+        self._sessions.settle()
         return declined
 
     def _worth_scoring(self, scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:

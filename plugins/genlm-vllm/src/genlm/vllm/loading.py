@@ -138,6 +138,7 @@ def _engine(llm: Any, core: EngineCore, rows: Rows, chosen: Options) -> VllmEngi
         footprint=core.footprint,
         longest=core.max_model_len,
         reach=core.block_size if core.prefix_caching else core.max_model_len,
+        forks=core.forks,
     )
     kind = LoraEngine if core.max_loras else VllmEngine
     return kind(llm, core, rows, sessions, live=bool(live))

@@ -31,6 +31,7 @@ class Sessions:
         longest: The longest context, tokens: pinned sessions always leave room for one.
         reach: The most new tokens for which extending a session pays. With prefix caching a new
             request finds all full blocks, so beyond one block a session saves nothing.
+        forks: Whether a new request finds all that another one has.
     """
 
     def __init__(
@@ -43,16 +44,18 @@ class Sessions:
         footprint: Callable[[int], int],
         longest: int,
         reach: int,
+        forks: bool,
     ) -> None:
         self._limit, self._places = limit, places
         self._capacity, self._footprint = capacity, footprint
         #: Everything that vLLM has: these, and the requests in flight.
         self.held = Held(shared)
         self._pins = Held(shared)
-        self._longest, self._reach = longest, reach
+        self._longest, self._reach, self._forks = longest, reach, forks
         # By adapter and hash, which a context knows of its parent too.
         self._idle: OrderedDict[tuple[Adapter | None, int], VllmRequest] = OrderedDict()
-        self._lengths: Counter[int] = Counter()  # of the idle ones
+        self._taken: dict[tuple[Adapter | None, int], VllmRequest] = {}  # and not settled
+        self._lengths: Counter[int] = Counter()  # of the idle ones, and of these
         self._pinned: dict[Query, VllmRequest] = {}
 
     def __len__(self) -> int:
@@ -65,17 +68,28 @@ class Sessions:
 
     def take(self, query: Query) -> VllmRequest | None:
         """Take out the idle session with the longest context that ``query`` extends, which vLLM
-        still has; ``None`` if none is within reach."""
+        still has; ``None`` if none is within reach, or a longer one has just been taken, of which a
+        fork computes fewer tokens."""
         context, length = query.context, query.length
         for new in range(1, min(self._reach, length - 1) + 1):
             if length - new not in self._lengths:
                 continue
             is_parent = new == context.grown
             known = context.parent_hash if is_parent else context.first(-new).hash_value
-            session = self._idle.get((query.adapter, known))
+            key = query.adapter, known
+            if self._forks and key in self._taken:
+                return None
+            session = self._idle.get(key)
             if session is not None and context.starts_with(session.prompt.context):
-                return self._remove(session)
+                self._taken[key] = self._idle.pop(key)
+                return session
         return None
+
+    def settle(self) -> None:
+        """What has been taken goes on as something longer."""
+        for session in self._taken.values():
+            self._forget_length(session)
+        self._taken.clear()
 
     def park(self, session: VllmRequest) -> list[VllmRequest]:
         """Keep ``session`` as the most recently used. Returns those to release: an equal one that
@@ -147,22 +161,22 @@ class Sessions:
         released = [*self._pinned.values(), *self._idle.values()]
         self._pinned.clear()
         self._idle.clear()
+        self._taken.clear()
         self._lengths.clear()
         self.held.clear()
         self._pins.clear()
         return released
 
-    def _remove(self, session: VllmRequest) -> VllmRequest:
+    def _forget_length(self, session: VllmRequest) -> None:
         length = session.prompt.length
-        del self._idle[_key(session)]
         self._lengths[length] -= 1
         if not self._lengths[length]:
             del self._lengths[length]
-        return session
 
     def _give_up(self, session: VllmRequest) -> VllmRequest:
         self.held.remove(session)
-        return self._remove(session)
+        self._forget_length(session)
+        return self._idle.pop(_key(session))
 
 
 def _key(session: VllmRequest) -> tuple[Adapter | None, int]:
