@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from genlm.core import Adapter, Query
+from genlm.core.context import Context
 from genlm.ray.affinity import Affinity, prefixes
 
 FREE = {"left": 0, "right": 0}
@@ -30,6 +31,20 @@ def test_a_context_follows_the_longest_prefix_that_is_known() -> None:
         grown = (*grown, token_id % 7)
         assert choose(affinity, {home: 3, other: 0}, query(*grown)) == home
     assert choose(affinity, {home: 3, other: 0}, query(*prompt[:64], 5, 5, 5)) == home
+
+
+def test_a_context_that_grew_goes_to_its_parent_and_others_find_its_prefixes() -> None:
+    affinity: Affinity[str] = Affinity()
+    grown = Context((1, 2, 3), 300)
+    home = choose(affinity, FREE, Query(grown))
+    other = next(member for member in FREE if member != home)
+    for at in range(40):
+        grown = grown.extend(*range(at, at + 1 + at % 40))
+        assert choose(affinity, {home: 3, other: 0}, Query(grown)) == home
+    ids = grown.token_ids
+    for end in range(32, len(ids), 32):
+        assert choose(affinity, {home: 3, other: 0}, query(*ids[:end], 299, 299)) == home
+    assert choose(affinity, {home: 3, other: 0}, query(*ids[:31], 299, 299)) == other
 
 
 def test_a_context_that_nobody_knows_goes_to_who_has_least_to_do() -> None:
@@ -67,6 +82,16 @@ def test_an_adapter_has_prefixes_of_its_own() -> None:
     adapter = Adapter("a", "path", 1)
     assert choose(affinity, {"left": 0, "right": 1}, query(1, 2, 3)) == "left"
     assert choose(affinity, {"left": 1, "right": 0}, query(1, 2, 3, adapter=adapter)) == "right"
+    grown = Context((1, 2, 3), 300).extend(4)
+    assert choose(affinity, {"left": 1, "right": 0}, Query(grown)) == "left"
+    assert choose(affinity, {"left": 0, "right": 1}, Query(grown, adapter)) == "right"
+
+
+def test_what_grew_from_nothing_follows_nobody() -> None:
+    affinity: Affinity[str] = Affinity()
+    nothing = Context((1,), 300).first(0)
+    assert choose(affinity, {"left": 0, "right": 1}, Query(nothing.extend(5))) == "left"
+    assert choose(affinity, {"left": 1, "right": 0}, Query(nothing.extend(6))) == "right"
 
 
 def test_a_token_more_adds_at_most_two_prefixes_at_any_length() -> None:

@@ -7,26 +7,27 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from genlm.core import Query
+from genlm.core.context import Context
 
 M = TypeVar("M", bound=Hashable)
 
-#: Prefixes are remembered at multiples of this many tokens, and where a context ends.
+#: Prefixes are remembered at multiples of this many tokens, and where a context and its parent end.
 BLOCK = 32
 
 #: The most prefixes remembered, some hundred and thirty bytes each.
 KEPT = 100_000
 
 #: A replica is overloaded if it has more than SLACK requests, and EXCESS times its share.
-SLACK = 4
-EXCESS = 1.25
+SLACK, EXCESS = 4, 1.25
 
 
 class Affinity(Generic[M]):
     """Remembers which member was given which prefix. For one thread.
 
-    A prefix is known by a hash of its length, its first block and its last one. So a context that
-    grew by one token costs the same at any length. Two prefixes that differ in the middle alone are
-    taken for one: that may cost time, and never changes a row.
+    A context is known by its own hash, and its parent by the one that it keeps of it; every other
+    prefix by a hash of its length, its first block and its last one. So a context that grew costs
+    the same at any length. Two prefixes that differ in the middle alone are taken for one: that may
+    cost time, and never changes a row.
     """
 
     def __init__(self) -> None:
@@ -75,8 +76,19 @@ class Affinity(Generic[M]):
 
 def prefixes(query: Query) -> Iterator[int]:
     """The prefixes of a context at which it may be known, the longest first."""
-    ids = query.token_ids
+    context, length, grown = query.context, query.length, query.context.grown
     version = 0 if query.adapter is None else query.adapter.version
-    first, length = ids[:BLOCK], len(ids)
-    for end in (length, length - 1 or length, *range((length - 2) // BLOCK * BLOCK, 0, -BLOCK)):
-        yield hash((version, end, first[:end], ids[max(end - BLOCK, BLOCK) : end]))
+    yield hash((version, context.hash_value))
+    if length % BLOCK < grown:  # those that its parent is too short for
+        yield from blocks(context, version, length - grown)
+    if length > (grown or 1):
+        parent = context.parent_hash if grown else context.first(-1).hash_value
+        yield hash((version, parent))
+    yield from blocks(context, version, 0)
+
+
+def blocks(context: Context, version: int, above: int) -> Iterator[int]:
+    """The prefixes of whole blocks that are longer than ``above``."""
+    ids, first = context.token_ids, context[:BLOCK]
+    for end in range(len(ids) // BLOCK * BLOCK, above // BLOCK * BLOCK, -BLOCK):
+        yield hash((version, end, first, ids[max(end - BLOCK, BLOCK) : end]))
