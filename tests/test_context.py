@@ -86,6 +86,15 @@ def test_a_long_context_can_be_pickled_and_let_go():
     assert pickle.loads(pickle.dumps(Query(context))) == Query(context)
 
 
+@pytest.mark.parametrize("length", LENGTHS)
+def test_its_parts_are_its_ids_and_shared_with_what_extends_it(length):
+    context = Context(ids_of(length), 258)
+    *whole, tail = context.parts()
+    assert sum(whole, ()) + tail == context.token_ids
+    shared = zip(whole, context.extend(7).parts(), strict=False)
+    assert all(mine is its for mine, its in shared)
+
+
 def test_it_goes_wherever_token_ids_go_and_shares_their_rows(mock, gate):
     lm = mock()
     context = lm.context([1]).extend(2)

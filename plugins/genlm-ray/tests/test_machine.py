@@ -20,7 +20,7 @@ from genlm.ray.log import Entry
 from genlm.ray.member import Call
 from genlm.ray.placing import DEATHS
 from genlm.ray.watch import PULSE
-from genlm.ray.wire import Ask, Busy, Gone, adapter_key
+from genlm.ray.wire import Ask, Busy, Gone, adapter_key, ids_of
 
 from .test_fleet import DESCRIPTION
 
@@ -48,7 +48,7 @@ class Asked:
 
     def kills(self) -> bool:
         if self.method == "answer":
-            return any(POISON in ask[0] for ask in self.arguments[0])
+            return any(POISON in ids_of(ask) for ask in self.arguments[0])
         return self.method == "add_adapter" and self.arguments[1] == KILLS
 
 
@@ -138,7 +138,7 @@ class World:
     def answer(self, ask: Ask, have: set[Any]) -> Any:
         if ask[1] is not None and ask[1] not in have:
             return LookupError("the replica has no such adapter")
-        return ("answer", ask[0])
+        return ("answer", ids_of(ask))
 
     def forget(self, process: Process, program: Program, but: Asked | None = None) -> None:
         """The session of a program ends."""

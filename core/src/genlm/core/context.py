@@ -157,6 +157,15 @@ class Context(Sequence[int]):
             return self._tail[start - begin :]
         return tuple(itertools.chain(*reversed(parts)))[start - begin :]
 
+    def parts(self) -> tuple[TokenIds, ...]:
+        """The ids in parts. All but the last are objects that contexts share where one extends the
+        other: a pickle of both has them once."""
+        block, parts = self._blocks, [self._tail]
+        while block is not None:
+            parts.append(block.token_ids)
+            block = block.previous
+        return tuple(reversed(parts))
+
     def _cut(self, length: int) -> tuple[Block | None, TokenIds]:
         """The full blocks of the first ids, and those of them behind these."""
         block, tail = self._blocks, self._tail

@@ -32,6 +32,7 @@ from genlm.ray.wire import (
     Gone,
     Sent,
     Token,
+    ids_of,
     portable,
     sent,
 )
@@ -271,7 +272,7 @@ class Replica:
         return sent(found)
 
     async def _answer(self, asked: Ask) -> Any:
-        ids, lora, cold, drawn, scored = asked
+        ids, (_, lora, cold, drawn, scored) = ids_of(asked), asked
         if drawn is not None:
             params = asdict(drawn)
             stop = sorted(params.pop("stop_token_ids"))
@@ -345,5 +346,4 @@ class Replica:
                 await self._pin(asked)
 
     async def _pin(self, asked: Ask) -> None:
-        ids, lora, *_ = asked
-        await asyncio.to_thread(self.lm.cache_kv, ids, lora_name=lora)
+        await asyncio.to_thread(self.lm.cache_kv, ids_of(asked), lora_name=asked[1])

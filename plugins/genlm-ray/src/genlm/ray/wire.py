@@ -5,6 +5,7 @@ A ``Query`` would bring along its ``Context``, whose hashes mean nothing in anot
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,10 @@ from genlm.core.types import Request, SampleRequest, ScoreRequest, TokenIds, que
 #: The optional hooks, which the fleet has if the replicas' engine has them.
 HOOKS = ("genlm_cache_prefix", "genlm_clear_kv_cache", "genlm_add_lora", "genlm_remove_lora")
 
-#: One request: its ids, the key of its adapter, whether it goes past every cache, how to draw, and
-#: the ids to score. A row has neither of the last two.
-Ask = tuple[TokenIds, str | None, bool, SamplingParams | None, TokenIds | None]
+#: One request: its ids in parts, the key of its adapter, whether it goes past every cache, how to
+#: draw, and the ids to score. A row has neither of the last two. What the contexts of a call share
+#: travels once: pickle knows the parts again.
+Ask = tuple[tuple[TokenIds, ...], str | None, bool, SamplingParams | None, TokenIds | None]
 
 #: The results of a call on their way: tensors in one, the length of each, and what is no tensor, by
 #: its place.
@@ -63,7 +65,12 @@ def ask(request: Request, program: str) -> Ask:
     key = None if query.adapter is None else adapter_key(query.adapter.version, program)
     params = request.params if isinstance(request, SampleRequest) else None
     scored = request.continuation if isinstance(request, ScoreRequest) else None
-    return query.token_ids, key, query.cold, params, scored
+    return query.context.parts(), key, query.cold, params, scored
+
+
+def ids_of(asked: Ask) -> TokenIds:
+    """The ids of a request that has arrived."""
+    return tuple(itertools.chain(*asked[0]))
 
 
 def adapter_key(version: int, program: str) -> str:
