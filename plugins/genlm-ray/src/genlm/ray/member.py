@@ -19,7 +19,7 @@ class Job:
     """A request, and what happened to it so far."""
 
     request: Request
-    turn: int = 0  # the place in line among all that wait
+    turn: int = 0  # the place in line, shared by those that came together
     deaths: int = 0  # replicas that died while this alone was tried there
     done: bool = False  # answered, or nobody waits for it any more
 

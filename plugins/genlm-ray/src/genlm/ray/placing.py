@@ -19,8 +19,8 @@ from genlm.ray.member import Job, Member, Waiting, alive
 #: For each kind, how many requests go in a call, and how many calls a replica has in flight: one
 #: at work, one that comes next. Draws end one by one, so each is a call of its own.
 LIMITS: dict[type, tuple[int, int]] = {
-    Query: (128, 2),
-    ScoreRequest: (128, 2),
+    Query: (256, 2),
+    ScoreRequest: (256, 2),
     SampleRequest: (1, 64),
 }
 
@@ -56,9 +56,9 @@ class Placing:
 
     def _in_turn(self, jobs: Iterable[Job]) -> list[Job]:
         """Jobs at the end of the line."""
-        jobs = list(jobs)
+        jobs, turn = list(jobs), next(self._turns)
         for job in jobs:
-            job.turn = next(self._turns)
+            job.turn = turn
         return jobs
 
     def _place(self, jobs: Iterable[Job]) -> None:
