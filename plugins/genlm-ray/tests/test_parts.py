@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 
-from genlm.core import Adapter, AsyncLM, EngineError, MockAsyncLM, Query, hookimpl
+from genlm.core import Adapter, Answer, AsyncLM, EngineError, MockAsyncLM, Query, hookimpl
 from genlm.core.errors import InvalidOptionError, UnsupportedError
 from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.ray.cluster import Cluster
@@ -101,12 +101,12 @@ def test_a_step_waits_for_answers_and_gives_all_but_what_was_dropped(
         step = pool.submit(engine.genlm_step, asked, [], [], [])
         with pytest.raises(TimeoutError):
             step.result(timeout=0.1)
-        engine._answers.put([(query, row) for query in asked])
+        engine._answers.put([Answer(query, row) for query in asked])
         assert [answer.request for answer in step.result()] == asked
     engine.genlm_wake()
     assert engine.genlm_step([first, second], [], [], []) == []
-    engine._answers.put([(first, row)])
-    engine._answers.put([(second, row), (third, row)])
+    engine._answers.put([Answer(first, row)])
+    engine._answers.put([Answer(second, row), Answer(third, row)])
     answers = engine.genlm_step([], [], [], [second])
     assert [answer.request for answer in answers] == [first], "nobody waits for the others"
 

@@ -76,7 +76,7 @@ class RayEngine:
         self._shared = options.name is not None
         self._program = uuid.uuid4().hex
         self._orders = Mailbox[Callable[[], None]]()  # for the fleet's thread
-        self._answers = Mailbox[list[tuple[Request, Any]]]()  # for the engine thread
+        self._answers = Mailbox[list[Answer]]()  # for the engine thread
         self._flying: dict[Request, bool] = {}
         self._failure: BaseException | None = None
         self._ready = self._awaited = concurrent.futures.Future[Any]()
@@ -175,7 +175,7 @@ class RayEngine:
             came.append(self._answers.get())
         # Without what has been dropped since it was answered.
         flying = self._flying
-        answers = [Answer(*each) for some in came for each in some if flying.pop(each[0], False)]
+        answers = [each for some in came for each in some if flying.pop(each[0], False)]
         if self._failure is not None and not answers:
             raise self._failure
         return answers

@@ -16,7 +16,7 @@ from typing import Any
 
 from attrs import define, field
 
-from genlm.core import EngineDeadError, EngineError
+from genlm.core import Answer, EngineDeadError, EngineError
 from genlm.core.errors import BackendUnavailableError
 from genlm.core.logs import get_logger
 from genlm.core.types import Request, query_of
@@ -50,7 +50,7 @@ class Fleet:
     _started: bool = field(default=False, init=False)
     _watch: Watch = field(init=False)
     members: list[Member] = field(init=False)
-    answers: list[tuple[Request, Any]] = field(factory=list, init=False)  # since they were taken
+    answers: list[Answer] = field(factory=list, init=False)  # since they were taken
     description: Description | None = field(default=None, init=False)  # of the replicas' engine
 
     def __attrs_post_init__(self) -> None:
@@ -76,7 +76,7 @@ class Fleet:
         """Take newcomers, and forget what nobody waits for: also an equal request that is still in
         flight, for its caller had the answer to one that was dropped as it was answered."""
         jobs = {request: Job(request) for request in newcomers}
-        gone = (*dropped, *jobs)
+        gone = (*dropped, *(jobs.keys() & self._flying.keys()))
         self._drop([job for request in gone if (job := self._flying.pop(request, None))])
         self._flying.update(jobs)
         self._refuse_without_adapter(jobs.values())
@@ -103,7 +103,7 @@ class Fleet:
             if not job.done:
                 job.done = True
                 del self._flying[job.request]
-                self.answers.append((job.request, result))
+                self.answers.append(Answer(job.request, result))
 
     def _drop(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
