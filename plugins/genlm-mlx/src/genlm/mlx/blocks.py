@@ -5,6 +5,7 @@ not computed again."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
@@ -98,7 +99,8 @@ class Blocks:
             else:
                 known = max(1, self._source(key, 1 + sequence.latest_start)[1]) - 1
                 placed.append(Placement(at, sequence, None, known))
-        targets = [_target(way) for way in ways(placed, WORTHWHILE)]
+        # Cut nowhere: each part would begin at the same state, or have one computed before it.
+        targets = [_target(way) for way in ways(placed, math.inf)]
         for some in self._rounds(targets):
             for owners, rows in self._advance(some):
                 asked = [at for at, owner in enumerate(owners) if owner >= 0]
@@ -170,9 +172,10 @@ class Blocks:
 
     def _branches(self, targets: Sequence[Target]) -> list[Key]:
         """The prefixes that are worth their own pass: those that two or more keys lack, and those
-        of known contexts that a key leaves, which may not be the last to do so; also that before
-        the first of several rows: what follows it may differ next time."""
-        known = {one.key: self._source(one.key, one.first)[1] for one in targets}
+        of known contexts that a key leaves, which may not be the last to do so; also, of all that
+        have several rows, what comes before the first: what follows it may differ next time."""
+        # The first element of a key is no token.
+        known = {one.key: max(1, self._source(one.key, one.first)[1]) for one in targets}
         left = [one for one in targets if one.first + 1 - known[one.key] >= WORTHWHILE]
         left.sort(key=attrgetter("key"))
         shared = {
@@ -182,14 +185,17 @@ class Blocks:
         }
         for one in left:
             near = min(self._index.nearest(one.key)[1], one.first)
-            sizes = [near, one.first] if len(one.rows) > 1 else [near]
-            shared.update(one.key[:size] for size in sizes if known[one.key] < size)
+            if known[one.key] < near:
+                shared.add(one.key[:near])
         worthwhile: list[Key] = []
         for prefix in sorted(shared):
             below = common_length(prefix, worthwhile[-1]) if worthwhile else 0
             if len(prefix) - max(below, self._source(prefix, -1)[1]) >= WORTHWHILE:
                 worthwhile.append(prefix)
-        return [prefix for prefix in worthwhile if prefix not in self._index]
+        several = [one for one in targets if len(one.rows) > 1]
+        least = WORTHWHILE / max(len(several), 1)  # of each: they share the pass
+        begun = [one.key[: one.first] for one in several if one.first - known[one.key] >= least]
+        return [one for one in sorted({*worthwhile, *begun}) if one not in self._index]
 
     def _advance(self, targets: Sequence[Target]) -> Iterator[tuple[list[int], mx.array]]:
         """Compute targets, and make their rows part of the store; whose the rows on the way are,
