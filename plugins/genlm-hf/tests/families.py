@@ -63,8 +63,9 @@ def small_family(family: str, far: int) -> Any:
     """
     config = CONFIG_MAPPING[family](**LEFT_OPEN.get(family, {}))
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    kind = kind or MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
-    if not isinstance(config, kind.config_class):
+    if kind is None:
+        kind = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+    elif not isinstance(config, kind.config_class):
         config = config.get_text_config(decoder=True)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
