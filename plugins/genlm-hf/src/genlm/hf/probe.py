@@ -41,8 +41,9 @@ NOISE_MARGIN, SPREAD_SHARE, ROUNDING_STEPS = 8.0, 0.1, 2.0
 MORE_NOISE = 3.0
 
 #: By how much of itself rounding may change an embedding at least, as a measure of what quantised
-#: layers make of such a change: many round their input too, and to another number.
-LEAST_CHANGE = 1e-4
+#: layers make of such a change: many round their input too, and to another number. Rows may be as
+#: many times as far off as they move then.
+LEAST_CHANGE, MOVED_MARGIN = 1e-4, 2.0
 
 #: Where the twins' thresholds are, and how long the contexts that cross them.
 NEAR = 8
@@ -109,7 +110,7 @@ def choose_reuse(
         )
     tolerance = _tolerance(model, runner, contexts, expected)
     if is_quantised(model):
-        tolerance = max(tolerance, _moved(model, runner, contexts, expected))
+        tolerance = max(tolerance, MOVED_MARGIN * _moved(model, runner, contexts, expected))
     limit = reuse_limit(model.config.get_text_config(decoder=True))
     twins = Twins(model, limit)
     reasons: dict[str, str] = {}
