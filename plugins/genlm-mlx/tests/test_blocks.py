@@ -120,6 +120,23 @@ def test_the_places_of_drafts_cost_the_drafts(folders: Folders, family: str, cou
     assert tokens <= 10 * count * 9  # of which the drafts are five
 
 
+@pytest.mark.parametrize("family", ["gemma3", "lfm2"])
+def test_drafts_at_all_places_of_a_text_share_passes(folders: Folders, family: str) -> None:
+    tried, places, size = Tried(folders(family), Blocks), 12, 3
+    (text,) = keys_of(1, 20 + 8 * places)
+    tried.compute([text[:20]])
+    passes = 0
+    for start in range(20, len(text), places):
+        drafts = keys_of(places, size, seed=start)
+        asked = [
+            (*text[: start + at], *draft[1 : 1 + length])
+            for at, draft in enumerate(drafts)
+            for length in range(size + 1)
+        ]
+        passes += len(tried.ask(*asked))
+    assert passes <= 8 * places / 2
+
+
 @pytest.mark.parametrize("family", ["gemma3", "mamba", "lfm2", "falcon_h1"])
 def test_candidates_share_forwards_and_rows_are_read_on_the_way(
     folders: Folders, family: str

@@ -194,8 +194,17 @@ class Blocks:
                 worthwhile.append(prefix)
         several = [one for one in targets if len(one.rows) > 1]
         least = WORTHWHILE / max(len(several), 1)  # of each: they share the pass
-        begun = [one.key[: one.first] for one in several if one.first - known[one.key] >= least]
-        return [one for one in sorted({*worthwhile, *begun}) if one not in self._index]
+        begun = {one.key[: one.first] for one in several if one.first - known[one.key] >= least}
+        chosen, chain = list[Key](), list[Key]()
+        for prefix in sorted({*worthwhile, *begun}):
+            while chain and prefix[: len(chain[-1])] != chain[-1]:
+                chain.pop()
+            # What goes on from another of them has a pass of its own, behind that.
+            if prefix in worthwhile or not chain or len(prefix) - len(chain[-1]) >= WORTHWHILE:
+                chosen.append(prefix)
+                if prefix in begun:
+                    chain.append(prefix)
+        return [one for one in chosen if one not in self._index]
 
     def _advance(self, targets: Sequence[Target]) -> Iterator[tuple[list[int], mx.array]]:
         """Compute targets, and make their rows part of the store; whose the rows on the way are,
