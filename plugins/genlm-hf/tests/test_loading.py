@@ -86,6 +86,29 @@ def test_a_model_that_sees_is_asked_for_text(family: str, tmp_path: Path) -> Non
             torch.testing.assert_close(row[: len(right)], right, atol=1e-4, rtol=0)
 
 
+#: As of models that see: what is said must be a list of parts, and a string leaves no trace; and as
+#: of others, which write what there is.
+IN_PARTS = (
+    "{% for m in messages %}{{ m['role'] + ': ' }}{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %};{% endfor %}"
+)
+AS_IT_IS = "{% for m in messages if m.type is not defined %}{{ m['content'] | upper }};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"), [(IN_PARTS, "system: brief;user: Hi!;"), (AS_IT_IS, "BRIEF;HI!;")]
+)
+def test_a_chat_template_writes_what_is_said(tiny: str, template: str, said: str) -> None:
+    messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": "Hi!"}]
+    with load_model_by_name(tiny, "hf") as lm:
+        assert lm.decode(lm.apply_chat_template(messages, chat_template=template)) == said
+        parts = [
+            {**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages
+        ]
+        if template == IN_PARTS:
+            assert lm.decode(lm.apply_chat_template(parts, chat_template=template)) == said
+
+
 def test_a_model_that_continues_no_text(tmp_path: Path) -> None:
     shape = {"vocab_size": 256, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     T5ForConditionalGeneration(T5Config(**shape)).save_pretrained(tmp_path)

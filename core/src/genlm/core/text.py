@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -152,6 +154,8 @@ class TextMixin:
         try:
             if apply is None:
                 raise ValueError(NO_TEMPLATE)
+            if isinstance(template, str) and "type" in template:
+                given = _in_parts(given, partial(apply, **{**chosen, "tokenize": False}))
             return [int(token_id) for token_id in apply(given, **chosen)]
         except Exception as error:
             if NO_TEMPLATE in str(error):
@@ -219,6 +223,29 @@ class TextMixin:
             TopToken(self.byte_vocab[i], self.str_vocab[i], logprob)
             for i, logprob in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
+
+
+def _in_parts(
+    messages: list[Mapping[str, Any]], written: Callable[[Any], str]
+) -> list[Mapping[str, Any]]:
+    """Messages as a template takes them: with each text as a list of parts, if it leaves out what
+    strings say without a word, as those of models that also see may do."""
+    strings = [message for message in messages if isinstance(message.get("content"), str)]
+    asked = [each["content"].strip() for each in strings if each["role"] != "assistant"]
+    text = written(messages)
+    if all(each in text for each in asked):
+        return messages
+    parts = [
+        {**each, "content": [{"type": "text", "text": each["content"]}]}
+        if each in strings
+        else each
+        for each in messages
+    ]
+    with contextlib.suppress(Exception):  # whatever a template makes of a list
+        text = written(parts)
+        if all(each in text for each in asked) and "'type'" not in text:
+            return parts
+    return messages
 
 
 def _strings(value: Any) -> Iterator[str]:
