@@ -230,14 +230,14 @@ def _in_parts(
 ) -> list[Mapping[str, Any]]:
     """Messages as a template takes them: with each text as a list of parts, if it leaves out what
     strings say without a word, as those of models that also see may do."""
-    strings = [message for message in messages if isinstance(message.get("content"), str)]
-    asked = [each["content"].strip() for each in strings if each["role"] != "assistant"]
+    said = [each.get("content") for each in messages if each["role"] != "assistant"]
+    asked = [content.strip() for content in said if isinstance(content, str)]
     text = written(messages)
     if all(each in text for each in asked):
         return messages
     parts = [
         {**each, "content": [{"type": "text", "text": each["content"]}]}
-        if each in strings
+        if isinstance(each.get("content"), str)
         else each
         for each in messages
     ]

@@ -299,6 +299,7 @@ def _tolerance(
 
 
 def is_quantised(model: Any) -> bool:
+    """Whether transformers has loaded it so."""
     return getattr(model, "hf_quantizer", None) is not None
 
 

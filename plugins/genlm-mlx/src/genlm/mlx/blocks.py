@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 
 from attrs import frozen
@@ -171,11 +171,15 @@ class Blocks:
         yield list(asked.values())
 
     def _branches(self, targets: Sequence[Target]) -> list[Key]:
-        """The prefixes that are worth their own pass: those that two or more keys lack, and those
-        of known contexts that a key leaves, which may not be the last to do so; also, of all that
-        have several rows, what comes before the first: what follows it may differ next time."""
+        """The prefixes that are worth their own pass, sorted."""
         # The first element of a key is no token.
         known = {one.key: max(1, self._source(one.key, one.first)[1]) for one in targets}
+        found = {*self._shared(targets, known), *_begun(targets, known)}
+        return sorted(prefix for prefix in found if prefix not in self._index)
+
+    def _shared(self, targets: Sequence[Target], known: Mapping[Key, int]) -> list[Key]:
+        """The prefixes that two or more keys lack, and those of known contexts that a key leaves,
+        which may not be the last to do so."""
         left = [one for one in targets if one.first + 1 - known[one.key] >= WORTHWHILE]
         left.sort(key=attrgetter("key"))
         shared = {
@@ -192,19 +196,7 @@ class Blocks:
             below = common_length(prefix, worthwhile[-1]) if worthwhile else 0
             if len(prefix) - max(below, self._source(prefix, -1)[1]) >= WORTHWHILE:
                 worthwhile.append(prefix)
-        several = [one for one in targets if len(one.rows) > 1]
-        least = WORTHWHILE / max(len(several), 1)  # of each: they share the pass
-        begun = {one.key[: one.first] for one in several if one.first - known[one.key] >= least}
-        chosen, chain = list[Key](), list[Key]()
-        for prefix in sorted({*worthwhile, *begun}):
-            while chain and prefix[: len(chain[-1])] != chain[-1]:
-                chain.pop()
-            # What goes on from another of them has a pass of its own, behind that.
-            if prefix in worthwhile or not chain or len(prefix) - len(chain[-1]) >= WORTHWHILE:
-                chosen.append(prefix)
-                if prefix in begun:
-                    chain.append(prefix)
-        return [one for one in chosen if one not in self._index]
+        return worthwhile
 
     def _advance(self, targets: Sequence[Target]) -> Iterator[tuple[list[int], mx.array]]:
         """Compute targets, and make their rows part of the store; whose the rows on the way are,
@@ -373,6 +365,24 @@ def _target(way: Sequence[Placement[TokenSequence]]) -> Target:
     last.inside, sequence = inside, last.sequence
     key = (sequence.version, *sequence.tokens)
     return Target(key, [(owner, 1 + at) for owner, at in last.rows()])
+
+
+def _begun(targets: Sequence[Target], known: Mapping[Key, int]) -> list[Key]:
+    """What comes before the first of several rows, where that of all such targets together is worth
+    a pass: what follows it may differ next time. What goes on from another one has a pass of its
+    own, behind that."""
+    several = [one for one in targets if len(one.rows) > 1]
+    least = WORTHWHILE / max(len(several), 1)  # of each
+    chosen, chain = list[Key](), list[Key]()
+    for prefix in sorted(
+        {one.key[: one.first] for one in several if one.first - known[one.key] >= least}
+    ):
+        while chain and prefix[: len(chain[-1])] != chain[-1]:
+            chain.pop()
+        if not chain or len(prefix) - len(chain[-1]) >= WORTHWHILE:
+            chosen.append(prefix)
+            chain.append(prefix)
+    return chosen
 
 
 def _common(one: Target, other: Target) -> int:
