@@ -127,27 +127,3 @@ def nested(batch: Sequence[Placement[A]]) -> list[Placement[A]]:
             else:
                 whole = part
     return [placement for placement in batch if placement not in within] if within else [*batch]
-
-
-def ways(batch: Sequence[Placement[A]], forward: float) -> list[list[Placement[A]]]:
-    """Placements, each behind those whose rows are read on the way to it, the shortest first.
-
-    No state is kept of those, and what goes on from one of them computes half of the way again, on
-    average. So a way has no more tokens than the forwards are worth that it saves.
-
-    Args:
-        batch: What is to be computed.
-        forward: What a forward costs beside its tokens, in tokens.
-    """
-    wholes, found = nested(batch), list[list[Placement[A]]]()
-    together = sum(bool(whole.inside) for whole in wholes)  # which share each forward
-    for whole in wholes:
-        start, way = whole.start, list[Placement[A]]()
-        for part in (*reversed(whole.inside), whole):
-            again = together * (part.sequence.length - start) / 2
-            if way and again > forward * len(way):
-                found.append(way)
-                start, way = way[-1].sequence.length, []
-            way.append(part)
-        found.append(way)
-    return found

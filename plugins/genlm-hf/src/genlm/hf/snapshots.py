@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
 from genlm.hf.upload import Places, Upload
-from genlm.kit.kv.placement import Placement, ways
+from genlm.kit.kv.placement import Placement, nested
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import parts_of
 from genlm.kit.prefixes import (
@@ -27,6 +27,9 @@ from genlm.kit.prefixes import (
     shared_length,
     tokens_in,
 )
+
+#: A sequence, and what of it is to be computed.
+Placed = Placement[TokenSequence]
 
 #: A row of one token costs as much as so many tokens of a long row: 2 with Mamba 2, 5 with LFM2, on
 #: a CPU.
@@ -150,7 +153,7 @@ class Snapshots:
         placed = [Placement(at, sequences[at], None, self._start(sequences[at])) for at in indices]
         if all(one.sequence.length == one.start + 1 for one in placed):
             return {one.index: Run(one.sequence, one.rows()) for one in placed}
-        return {way[-1].index: _run(way) for way in ways(placed, self.forward)}
+        return {way[-1].index: _run(way) for way in _ways(placed, self.forward)}
 
     def beginnings(self, sequences: Mapping[int, TokenSequence]) -> list[Beginning]:
         """What some of the sequences begin with and is cheaper to compute first, the best first."""
@@ -319,7 +322,31 @@ def _common_start(one: TokenSequence, other: TokenSequence) -> int:
     return min(shared, latest, other.latest_start)
 
 
-def _run(some: Sequence[Placement[TokenSequence]]) -> Run:
+def _ways(batch: Sequence[Placed], forward: float) -> list[list[Placed]]:
+    """Placements, each behind those whose rows are read on the way to it, the shortest first.
+
+    No state is kept of those, and what goes on from one of them computes half of the way again, on
+    average. So a way has no more tokens than the forwards are worth that it saves.
+
+    Args:
+        batch: What is to be computed.
+        forward: What a forward costs beside its tokens, in tokens.
+    """
+    wholes, found = nested(batch), list[list[Placed]]()
+    together = sum(bool(whole.inside) for whole in wholes)  # which share each forward
+    for whole in wholes:
+        start, way = whole.start, list[Placed]()
+        for part in (*reversed(whole.inside), whole):
+            again = together * (part.sequence.length - start) / 2
+            if way and again > forward * len(way):
+                found.append(way)
+                start, way = way[-1].sequence.length, []
+            way.append(part)
+        found.append(way)
+    return found
+
+
+def _run(some: Sequence[Placed]) -> Run:
     """Sequences of which each one begins with the one before it, as one."""
     *inside, last = some
     last.inside, sequence = inside, last.sequence

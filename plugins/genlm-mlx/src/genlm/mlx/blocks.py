@@ -5,7 +5,6 @@ not computed again."""
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
@@ -15,7 +14,7 @@ from attrs import frozen
 import mlx.core as mx
 from genlm.core import Query
 from genlm.kit.kv import Placement, TokenSequence
-from genlm.kit.kv.placement import ways
+from genlm.kit.kv.placement import nested
 from genlm.kit.prefixes import PrefixIndex, common_length
 from genlm.mlx.aside import Aside
 from genlm.mlx.block import RowBlock, Target
@@ -99,8 +98,7 @@ class Blocks:
             else:
                 known = max(1, self._source(key, 1 + sequence.latest_start)[1]) - 1
                 placed.append(Placement(at, sequence, None, known))
-        # Cut nowhere: each part would begin at the same state, or have one computed before it.
-        targets = [_target(way) for way in ways(placed, math.inf)]
+        targets = [_target(one) for one in nested(placed)]
         for some in self._rounds(targets):
             for owners, rows in self._advance(some):
                 asked = [at for at, owner in enumerate(owners) if owner >= 0]
@@ -359,12 +357,11 @@ def _nbytes(blocks: Iterable[RowBlock]) -> int:
     return sum(block.nbytes for block in blocks)
 
 
-def _target(way: Sequence[Placement[TokenSequence]]) -> Target:
-    """Sequences of which each one begins with the one before it, as one."""
-    *inside, last = way
-    last.inside, sequence = inside, last.sequence
+def _target(placement: Placement[TokenSequence]) -> Target:
+    """A sequence, with the rows on the way to it of those that it begins with."""
+    sequence = placement.sequence
     key = (sequence.version, *sequence.tokens)
-    return Target(key, [(owner, 1 + at) for owner, at in last.rows()])
+    return Target(key, [(owner, 1 + at) for owner, at in placement.rows()])
 
 
 def _begun(targets: Sequence[Target], known: Mapping[Key, int]) -> list[Key]:
