@@ -125,7 +125,9 @@ class TextMixin:
 
         Args:
             messages: ``{"role": "user", "content": "..."}``, in order. With
-                ``continue_final_message=True`` the last one is the beginning of the answer.
+                ``continue_final_message=True`` the last one is the beginning of the answer. Where
+                the template would leave a text out, as those of models that also see may do, it
+                gets each text as a list of one part.
             **options: Those of the tokenizer's ``apply_chat_template``.
 
         Raises:
@@ -243,7 +245,8 @@ def _in_parts(
     ]
     with contextlib.suppress(Exception):  # whatever a template makes of a list
         text = written(parts)
-        if all(each in text for each in asked) and "'type'" not in text:
+        written_out = any(str(each["content"]) in text for each in parts if each.get("content"))
+        if all(each in text for each in asked) and not written_out:
             return parts
     return messages
 
