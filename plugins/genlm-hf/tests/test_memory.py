@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from genlm.hf import budget as budget_module
 from genlm.hf import engine as engine_module
 from genlm.hf import strategies
 from genlm.hf.engine import HFEngine
-from genlm.hf.pool import PoolLayer, RowPool
+from genlm.hf.pool import RowPool
+from genlm.hf.slabs import Slab
 from genlm.hf.strategies import Computed
 from genlm.hf.table import PoolTable
 from genlm.kit.kv.commands import Command, Join
@@ -104,8 +105,7 @@ def test_ways_that_were_tried_take_nothing_of_the_budget(family: str) -> None:
     """These take neither the first way nor, one of them, the second."""
     pool = HFEngine(small_family(family, 2000), None)._runner.pool
     pool.resize(1, 1)
-    states = [states for layer in pool.row(0) for states in layer]
-    assert pool.bytes_per_column == sum(one.nbytes for one in states)
+    assert pool.bytes_per_column == sum(slab.states.nbytes for slab in pool.row(0).slabs)
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def test_rows_that_cannot_be_normalised_leave_nothing_behind(
     assert_nothing_stays(llama)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(RowPool, "fork"), (PoolLayer, "shift")])
+@pytest.mark.parametrize(("owner", "name"), [(RowPool, "fork"), (Slab, "shift")])
 def test_out_of_memory_while_rows_are_copied(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str
 ) -> None:
@@ -280,14 +280,14 @@ def test_a_forward_without_numbers_spoils_no_state_that_was_known(llama: Any) ->
 def test_a_pool_that_cannot_grow_is_emptied(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, *others = draw(9, 20)
     llama.engine.genlm_cache_prefix(Query(prompt))
-    resize, layers = PoolLayer.resize, itertools.count()
+    hold, slabs = RowPool._hold, itertools.count()
 
-    def refuse(layer: PoolLayer, rows: int, columns: int, kept: Sequence[int]) -> None:
-        if rows > 4 and next(layers) % 2:  # the first layer has been moved already
+    def refuse(pool: RowPool, slab: Slab) -> None:
+        if pool.rows > 4 and next(slabs) % 2:  # the first slab has been moved already
             raise torch.OutOfMemoryError("out of memory")
-        resize(layer, rows, columns, kept)
+        hold(pool, slab)
 
-    monkeypatch.setattr(PoolLayer, "resize", refuse)
+    monkeypatch.setattr(RowPool, "_hold", refuse)
     with capture_logs() as events:
         llama.check(*others, (*prompt, 1))
     assert {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, compress, repeat
-from operator import sub
+from operator import add, sub
 from typing import Any
 
 import torch
@@ -181,11 +181,16 @@ class Group:
         self.tokens = slice(end - sum(sizes), end)
         self.columns = slice(firsts[0], lasts[0])
         self.size, self.width = max(sizes), max(lasts)
-        # Row and column of every token in the padded rectangle, where something is padded.
+        # Where something is padded: the token of every place in the padded rectangle (where there
+        # is none, any), and the place of every token.
         self._ragged: tuple[Indices, Indices] | None = None
         if min(sizes) < self.size:
-            rows = upload.add([*chain.from_iterable(map(repeat, range(self._count), sizes))])
-            self._ragged = rows, upload.add(ranges(repeat(0), sizes))
+            begins = range(0, self._count * self.size, self.size)
+            places = ranges(begins, map(add, begins, sizes))
+            tokens = [0] * (self._count * self.size)
+            for token, place in enumerate(places):
+                tokens[place] = token
+            self._ragged = upload.add(tokens), upload.add(places)
         self._starts = upload.add(chunks.starts[which])
         self._bases = upload.add(chunks.bases[which])
         self._longest = max(chunks.stops[which])
@@ -214,17 +219,15 @@ class Group:
             return part
         if self._ragged is None:
             return part.view(self._count, self.size, *part.shape[1::2]).transpose(1, 2)
-        padded = query.new_zeros(self._count, self.size, query.shape[1], query.shape[3])
-        rows, columns = self._ragged
-        padded[rows.on(query.device), columns.on(query.device)] = part.squeeze(2)
-        return padded.transpose(1, 2)
+        padded = part.index_select(0, self._ragged[0].on(query.device))
+        return padded.view(self._count, self.size, *part.shape[1::2]).transpose(1, 2)
 
     def scatter(self, output: torch.Tensor) -> torch.Tensor:
         """``[rows, size, ...]`` of this group to ``[tokens, ...]`` of the forward."""
-        if self._ragged is None:
-            return output.flatten(0, 1)
-        rows, columns = self._ragged
-        return output[rows.on(output.device), columns.on(output.device)]
+        flat = output.flatten(0, 1)
+        return (
+            flat if self._ragged is None else flat.index_select(0, self._ragged[1].on(flat.device))
+        )
 
     def mask(
         self, pattern: Pattern, dtype: torch.dtype, device: torch.device

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from genlm.hf.costs import costs_of
 from genlm.hf.layout import Layout
-from genlm.hf.upload import Indices, Places, Upload
+from genlm.hf.slabs import Part, Slab, States
+from genlm.hf.upload import Places, Upload
 
-#: Keys and values of one layer, ``[1, heads, positions, head_dim]`` each.
-LayerStates = tuple[torch.Tensor, torch.Tensor]
+#: All layers lie in about so many tensors. With fewer, rows are moved in fewer kernels; with more,
+#: less memory is taken twice while the pool grows.
+SLABS = 4
 
 
 class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types
@@ -32,16 +33,9 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
         self._index = index
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        rows, columns = self._pool.rows, self._pool.columns
-        # Zeros, not garbage: a masked column still takes part in the product with the values, and 0
-        # * nan is nan.
-        self.keys = key_states.new_zeros(rows, key_states.shape[1], columns, key_states.shape[-1])
-        self.values = value_states.new_zeros(
-            rows, value_states.shape[1], columns, value_states.shape[-1]
-        )
+        self._pool.begin((self._index, "keys"), key_states)
+        self._pool.begin((self._index, "values"), value_states)
         self.is_initialized = True
-        for states in (self.keys, self.values):
-            self._pool.bytes_per_column += states.shape[1] * states.shape[3] * states.element_size()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -62,40 +56,6 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
     def get_max_length(self) -> int:
         return -1
 
-    def resize(self, rows: int, columns: int, kept: Places) -> None:
-        """Move the rows ``kept`` to the front of new tensors."""
-        if self.is_initialized:
-            self.keys = _resized(self.keys, rows, columns, kept)
-            self.values = _resized(self.values, rows, columns, kept)
-
-    def fork(self, sources: Indices, targets: Indices, columns: int) -> None:
-        """Copy the first ``columns`` columns of rows ``sources`` to rows ``targets``."""
-        if self.is_initialized:
-            for states in (self.keys, self.values):
-                part, device = states[:, :, :columns], states.device
-                if costs_of(device).row_by_row:
-                    for source, target in zip(sources.values, targets.values, strict=True):
-                        part[target].copy_(part[source])
-                else:
-                    forked = part.index_select(0, sources.on(device))
-                    part.index_copy_(0, targets.on(device), forked)
-
-    def spread(self, source: LayerStates, slots: Indices, size: int) -> None:
-        """Copy the first positions of a trunk to the front of rows."""
-        for states, copied in zip((self.keys, self.values), source, strict=True):
-            device, front = states.device, copied[:, :, :size]
-            if costs_of(device).row_by_row:
-                for slot in slots.values:
-                    states[slot : slot + 1, :, :size] = front
-            else:
-                states[slots.on(device), :, :size] = front
-
-    def shift(self, slots: Indices, by: int, columns: int) -> None:
-        """Move columns of rows from ``by`` on to their front."""
-        for states in (self.keys, self.values):
-            at = slots.on(states.device)
-            states[at, :, :columns] = states[at, :, by : by + columns]  # indices copy
-
 
 class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
     """All layers of the pool, as transformers' models see a cache.
@@ -111,6 +71,7 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
         self.columns = 0
         self.bytes_per_column = 0
         self.layout: Layout
+        self._slabs: list[Slab] = []
         super().__init__(layers=[])
 
     # Rows and columns differ in every forward: torch.compile would compile it again and again.
@@ -137,74 +98,88 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
     def forget_layers(self) -> None:
         """Be as before the first forward."""
         self.layers.clear()
+        self._slabs.clear()
         self.bytes_per_column = 0
+
+    def begin(self, part: Part, states: torch.Tensor) -> None:
+        """Make room for what the first forward computes: in a slab of its own, since the layers
+        above are not known yet."""
+        _, heads, _, dim = states.shape
+        self._hold(Slab([part], states.new_zeros(1, self.rows, heads, self.columns, dim)))
+        self.bytes_per_column += heads * dim * states.element_size()
+
+    def _hold(self, slab: Slab) -> None:
+        self._slabs.append(slab)
+        for (layer, name), states in zip(slab.parts, slab.states, strict=True):
+            setattr(self.layers[layer], name, states)
 
     @torch.inference_mode()
     def resize(self, rows: int, columns: int, kept: Sequence[int] = ()) -> None:
-        """Change the size; the rows ``kept`` become rows 0, 1, ... One layer at a time, so that
-        memory peaks low."""
+        """Change the size; the rows ``kept`` become rows 0, 1, ... One slab after the other, so
+        that memory peaks low."""
         self.rows, self.columns = rows, columns
         moved = Places(kept, Upload())
-        for layer in self.layers:
-            layer.resize(rows, columns, moved)
+        self._slabs = []
+        for parts in self._alike():
+            self._hold(self._resized(parts, moved))
+
+    def _resized(self, parts: Sequence[Part], kept: Places) -> Slab:
+        old = [getattr(self.layers[layer], name) for layer, name in parts]
+        _, heads, _, dim = old[0].shape
+        slab = Slab(parts, old[0].new_zeros(len(parts), self.rows, heads, self.columns, dim))
+        for fresh, states in zip(slab.states, old, strict=True):
+            moved = states[kept.on(states.device), :, : self.columns]
+            fresh[: len(moved), :, : moved.shape[2]] = moved
+        return slab
+
+    def _alike(self) -> list[list[Part]]:
+        """What goes into each slab: parts of one shape, about as many in each."""
+        kinds: dict[object, list[Part]] = {}
+        for at, layer in enumerate(self.layers):
+            for name in ("keys", "values") if layer.is_initialized else ():
+                states = getattr(layer, name)
+                kind = states.shape[1], states.shape[3], states.dtype, states.device
+                kinds.setdefault(kind, []).append((at, name))
+        size = -(-2 * len(self.layers) // SLABS)
+        return [
+            parts[first : first + size]
+            for parts in kinds.values()
+            for first in range(0, len(parts), size)
+        ]
 
     @torch.inference_mode()
     def fork(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
         """Copy the first ``columns`` columns of rows ``sources`` to rows ``targets``."""
         upload = Upload()
         from_rows, to_rows = upload.add(sources), upload.add(targets)
-        for layer in self.layers:
-            layer.fork(from_rows, to_rows, columns)
+        for slab in self._slabs:
+            slab.fork(from_rows, to_rows, columns)
 
     @torch.inference_mode()
-    def spread(self, source: Sequence[LayerStates], slots: Sequence[int], size: int) -> None:
+    def spread(self, source: States, slots: Sequence[int], size: int) -> None:
         """Copy the first positions of a trunk to the front of rows."""
         rows = Upload().add(slots)
-        for layer, states in zip(self.layers, source, strict=True):
-            layer.spread(states, rows, size)
+        for slab, states in zip(self._slabs, source.slabs, strict=True):
+            slab.spread(states, rows, size)
 
     @torch.inference_mode()
     def shift(self, slots: Sequence[int], by: int, columns: int) -> None:
         """Move columns of rows from ``by`` on to their front."""
         moved = Upload().add(slots)
-        for layer in self.layers:
-            layer.shift(moved, by, columns)
+        for slab in self._slabs:
+            slab.shift(moved, by, columns)
 
     @torch.inference_mode()
     def blank(self, slot: int, first: int) -> None:
         """Make a row zero from a column on."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys[slot, :, first:] = 0
-                layer.values[slot, :, first:] = 0
+        for slab in self._slabs:
+            slab.states[:, slot, :, first:] = 0
 
     @torch.inference_mode()
-    def new_trunk(self, size: int) -> list[LayerStates]:
+    def new_trunk(self, size: int) -> States:
         """Memory for ``size`` positions that belong to no row."""
-        return [
-            (
-                layer.keys.new_empty(1, layer.keys.shape[1], size, layer.keys.shape[3]),
-                layer.values.new_empty(1, layer.values.shape[1], size, layer.values.shape[3]),
-            )
-            for layer in self.layers
-        ]
+        return States([slab.empty(size) for slab in self._slabs])
 
-    def row(self, slot: int) -> list[LayerStates]:
-        """One row of every layer; what is written to them is written to the row."""
-        rows = slice(slot, slot + 1)
-        return [(layer.keys[rows], layer.values[rows]) for layer in self.layers]
-
-
-@torch.inference_mode()
-def copy_front(source: Sequence[LayerStates], target: Sequence[LayerStates], size: int) -> None:
-    """Copy the first positions of every layer."""
-    for layer, other in zip(target, source, strict=True):
-        for states, copied in zip(layer, other, strict=True):
-            states[:, :, :size] = copied[:, :, :size]
-
-
-def _resized(states: torch.Tensor, rows: int, columns: int, kept: Places) -> torch.Tensor:
-    fresh = states.new_zeros(rows, states.shape[1], columns, states.shape[3])
-    moved = states[kept.on(states.device), :, :columns]
-    fresh[: len(moved), :, : moved.shape[2]] = moved
-    return fresh
+    def row(self, slot: int) -> States:
+        """One row of every layer; what is written to it is written to the row."""
+        return States([Slab(slab.parts, slab.states[:, slot : slot + 1]) for slab in self._slabs])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from genlm.hf.pool import LayerStates, RowPool, copy_front
+from genlm.hf.pool import RowPool
+from genlm.hf.slabs import States
 from genlm.kit.kv.commands import (
     Blank,
     Command,
@@ -44,7 +45,7 @@ class PoolTable:
             case NewTrunk(trunk):
                 trunk.layers = pool.new_trunk(trunk.size)
             case Copy(source, (Trunk() as trunk,), size):
-                copy_front(self._states(source), trunk.layers, size)
+                self._states(trunk).copy_front(self._states(source), size)
             case Copy(trunk, rows, size):
                 slots = [row.slot for row in rows if isinstance(row, Row)]
                 pool.spread(self._states(trunk), slots, size)
@@ -53,19 +54,13 @@ class PoolTable:
             case Shift(rows, by, columns):
                 pool.shift([row.slot for row in rows], by, columns)
             case Join(trunk, below, size):
-                trunk.layers = [
-                    (
-                        torch.cat([keys[:, :, :size], more], 2),
-                        torch.cat([values[:, :, :size], most], 2),
-                    )
-                    for (keys, values), (more, most) in zip(below.layers, trunk.layers, strict=True)
-                ]
+                trunk.layers = self._states(trunk).joined(self._states(below), size)
             case Blank(row, first):
                 pool.blank(row.slot, first)
 
-    def _states(self, segment: Segment) -> list[LayerStates]:
-        """The keys and values of a segment, layer by layer."""
+    def _states(self, segment: Segment) -> States:
         if isinstance(segment, Row):
             return self._pool.row(segment.slot)
         assert isinstance(segment, Trunk)
+        assert isinstance(segment.layers, States)
         return segment.layers

@@ -11,7 +11,6 @@ import torch
 from genlm.core.context import Context, as_context
 from genlm.core.types import Adapter
 from genlm.hf.layout import Chunks
-from genlm.hf.pool import copy_front
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Snapshot, joined
@@ -34,8 +33,9 @@ def _shared(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Ten
     # Only after a forward does the pool know the shape of a trunk.
     chunks = Chunks([(rows[0], 0, half), (rows[1], 0, first)])
     runner.packed(chunks, [*short[:half], *long[:first]], none[:2], [0])
-    below = Trunk(as_context(long[:first]), layers=runner.pool.new_trunk(first))
-    copy_front(runner.pool.row(1), below.layers, first)
+    copied = runner.pool.new_trunk(first)
+    copied.copy_front(runner.pool.row(1), first)
+    below = Trunk(as_context(long[:first]), layers=copied)
     above = Trunk(
         as_context(long[:second]), 0, first, below, layers=runner.pool.new_trunk(second - first)
     )

@@ -1,0 +1,100 @@
+"""Slabs: key/value state of many layers in few tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from genlm.hf.costs import costs_of
+from genlm.hf.upload import Indices
+
+#: Rows of so many layers at a time are copied that the copy takes no more bytes, if possible.
+COPIED_BYTES = 1 << 28
+
+#: A layer, and its ``keys`` or ``values``.
+Part = tuple[int, str]
+
+
+class Slab:
+    """Keys or values of some layers in one tensor, so that one kernel moves the rows of all.
+
+    Args:
+        parts: What is in it.
+        states: ``[parts, rows, heads, columns, head_dim]``.
+    """
+
+    def __init__(self, parts: Sequence[Part], states: torch.Tensor) -> None:
+        self.parts = parts
+        self.states = states
+
+    def fork(self, sources: Indices, targets: Indices, columns: int) -> None:
+        """Copy the first ``columns`` columns of rows ``sources`` to rows ``targets``."""
+        fronts, device = self.states[:, :, :, :columns], self.states.device
+        if costs_of(device).row_by_row:
+            for source, target in zip(sources.values, targets.values, strict=True):
+                fronts[:, target].copy_(fronts[:, source])
+        else:
+            for some in _pieces(fronts, len(sources.values)):
+                forked = some.index_select(1, sources.on(device))
+                some.index_copy_(1, targets.on(device), forked)
+
+    def spread(self, source: Slab, slots: Indices, size: int) -> None:
+        """Copy the first positions of a trunk to the front of rows."""
+        fronts, front = self.states[:, :, :, :size], source.states[:, :, :, :size]
+        if costs_of(fronts.device).row_by_row:
+            for slot in slots.values:
+                fronts[:, slot : slot + 1] = front
+        else:
+            fronts[:, slots.on(fronts.device)] = front
+
+    def shift(self, slots: Indices, by: int, columns: int) -> None:
+        """Move columns of rows from ``by`` on to their front."""
+        at = slots.on(self.states.device)
+        for some in _pieces(self.states[:, :, :, : by + columns], len(slots.values)):
+            some[:, at, :, :columns] = some[:, at, :, by:]  # indices copy
+
+    def empty(self, size: int) -> Slab:
+        """Memory for ``size`` positions of one row of the same."""
+        parts, _, heads, _, dim = self.states.shape
+        return Slab(self.parts, self.states.new_empty(parts, 1, heads, size, dim))
+
+
+def _pieces(states: torch.Tensor, rows: int) -> Sequence[torch.Tensor]:
+    """Parts of a slab, so many at a time that a copy of some rows takes little memory."""
+    _, _, heads, columns, dim = states.shape
+    each = max(rows * heads * columns * dim * states.element_size(), 1)
+    return torch.split(states, max(COPIED_BYTES // each, 1))
+
+
+class States(list[tuple[torch.Tensor, torch.Tensor]]):
+    """Keys and values of every layer, ``[rows, heads, columns, head_dim]`` each.
+
+    Args:
+        slabs: Where they lie.
+    """
+
+    def __init__(self, slabs: Sequence[Slab]) -> None:
+        self.slabs = slabs
+        parts = {
+            part: states
+            for slab in slabs
+            for part, states in zip(slab.parts, slab.states, strict=True)
+        }
+        super().__init__((parts[at, "keys"], parts[at, "values"]) for at in range(len(parts) // 2))
+
+    @torch.inference_mode()
+    def copy_front(self, source: States, size: int) -> None:
+        """Copy the first positions of other ones."""
+        for slab, other in zip(self.slabs, source.slabs, strict=True):
+            slab.states[:, :, :, :size] = other.states[:, :, :, :size]
+
+    @torch.inference_mode()
+    def joined(self, below: States, size: int) -> States:
+        """The first positions of other ones, and then these, in memory of their own."""
+        return States(
+            [
+                Slab(slab.parts, torch.cat([other.states[:, :, :, :size], slab.states], 3))
+                for slab, other in zip(self.slabs, below.slabs, strict=True)
+            ]
+        )
