@@ -40,6 +40,25 @@ def test_adapters_that_the_model_had_before_are_left_alone(
     assert torch.equal(model(torch.tensor([[1, 2, 3]])).logits, before)
 
 
+def test_a_model_whose_weights_are_offloaded(
+    tiny: str, lora_folders: dict[str, str], tmp_path: Path
+) -> None:
+    places = {"model.layers.1": "disk"}
+    for name in ("embed_tokens", "layers.0", "norm", "rotary_emb"):
+        places[f"model.{name}"] = "cpu"
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        tiny, device_map={**places, "lm_head": "cpu"}, offload_folder=tmp_path, dtype=torch.float32
+    )
+    engine = HFEngine(model, None)
+    with pytest.raises(UnsupportedError, match=r"layers\.1.* LoRA needs all weights in memory"):
+        add_lora(engine, Adapter("a", lora_folders["a"], 1))
+    row = rows_of(engine, [Query(tuple(CONTEXT))])[0]
+    engine.genlm_close()
+    plain = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    expected = plain(torch.tensor([CONTEXT])).logits[0, -1].log_softmax(-1)
+    torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+
+
 def test_an_error_inside_a_mixed_batch_leaves_nothing(
     tiny: str, lora_folders: dict[str, str]
 ) -> None:

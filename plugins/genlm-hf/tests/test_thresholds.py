@@ -184,14 +184,6 @@ def test_a_closed_model_is_in_the_mode_that_it_was_in(training: bool) -> None:
     assert model.lm_head.training is not training
 
 
-def test_rows_of_a_model_that_is_trained_meanwhile() -> None:
-    """Its dropout draws anew in each forward."""
-    pair = unproven(configs.GPT2Config(vocab_size=TOKENS, n_embd=32, n_layer=2, n_head=4))
-    pair.engine.model.train()
-    pair.check(*draw(2, 20))
-    assert pair.engine.model.transformer.drop.training
-
-
 def test_two_engines_over_one_model() -> None:
     pair = unproven(configs.LlamaConfig(**SHAPE))
     with pytest.raises(EngineError, match="close it first"):

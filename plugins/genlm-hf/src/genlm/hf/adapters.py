@@ -76,8 +76,8 @@ class AdapterSet:
         Raises:
             InvalidAdapterError: the folder is made for another model, or changes a layer otherwise
                 than another adapter does, or PEFT cannot load it; nothing of it remains.
-            UnsupportedError: the model had PEFT's layers before, which would go with ours; or PEFT
-                would make other weights of quantised ones.
+            UnsupportedError: the model had PEFT's layers before, which would go with ours; or some
+                weights are offloaded; or PEFT would make other weights of quantised ones.
         """
         if self._peft is None:
             self._describe_model()
@@ -140,7 +140,7 @@ class AdapterSet:
         """Keep what the model is without adapters.
 
         Raises:
-            UnsupportedError: it has some.
+            UnsupportedError: it has some, or is not in memory whole.
         """
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -151,6 +151,13 @@ class AdapterSet:
                 "merge them (merge_and_unload), or give the plain model and add every adapter by "
                 "add_new_lora"
             )
+        for name, each in self._model.named_parameters():
+            if each.device.type == "meta":
+                raise UnsupportedError(
+                    f"the weights {name} are on no device, as where they were offloaded, and "
+                    "LoRA needs all weights in memory; load the model with a device_map that keeps "
+                    "them there, or merge the adapter into the model (merge_and_unload in PEFT)"
+                )
         self._shapes = module_shapes(self._model)
         self._parameters = {
             name: tuple(each.shape)

@@ -154,6 +154,7 @@ def _explicit(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    dropout: float = 0.0,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Attention with capped logits (Gemma 2) and with sinks, logits per head that take mass
@@ -171,7 +172,8 @@ def _explicit(
         weights = torch.cat([logits, sinks], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
     else:
         weights = logits.softmax(dim=-1, dtype=torch.float32)
-    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
+    weights = torch.dropout(weights.to(value.dtype), dropout, train=True)  # of who trains the model
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 def _additive(mask: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from genlm.core import hookimpl
 from genlm.core.checks import describe_error
@@ -77,7 +78,8 @@ class HFEngine:
         self._strategy = strategy_for(self.reuse, self._runner, most, room, choice.ragged)
         self._evaluator = Evaluator(self._strategy, self._adapters, choice.limit, choice.rows_apart)
         self._schedule: Schedule[Query] = Schedule(self._evaluator, most)
-        model._genlm_engine = (id(model), weakref.ref(self))
+        served = _served(model)
+        served._genlm_engine = (id(served), weakref.ref(self))
 
     def _describe(self, model: Any, tokenizer: Any) -> None:
         """Set what the core asks of an engine, from the model's configuration."""
@@ -87,8 +89,14 @@ class HFEngine:
         self.vocab_size: int = _vocab_size(model, self._config)
         self.max_context = longest_context(model)
         self.device = str(model.device)
+        self._kind = self._kind_of(model)
         generation = getattr(model, "generation_config", None)
         self.eos_token_ids = ids_of(getattr(generation, "eos_token_id", None))
+
+    def _kind_of(self, model: Any) -> str:
+        """What must not change while it is served."""
+        tokens = _vocab_size(model, self._config)
+        return f"{tokens} tokens in {model.dtype} on {model.device}"
 
     def _choose_reuse(self) -> Choice:
         """Probe the model; on an error it is left as it was before.
@@ -144,8 +152,9 @@ class HFEngine:
                 "(AutoModelForCausalLM); one of your own class names the layer in "
                 "get_output_embeddings()"
             )
-        owner, engine = getattr(model, "_genlm_engine", (None, lambda: None))
-        if owner == id(model) and engine() is not None:  # a copy of a model has another id
+        served = _served(model)
+        owner, engine = getattr(served, "_genlm_engine", (None, lambda: None))
+        if owner == id(served) and engine() is not None:  # a copy of a model has another id
             raise EngineError(
                 "this model object is served by another AsyncTransformer, which owns its state; "
                 "share that one, close it first, or load the model a second time"
@@ -260,7 +269,14 @@ class HFEngine:
 
     @hookimpl
     def genlm_clear_kv_cache(self) -> None:
-        self._strategy.clear()
+        """Raises: EngineError: the model has become another one."""
+        with self._runner.head_may_change():  # who trains it may have put layers of PEFT's around
+            self._strategy.clear()
+        if self._kind != (kind := self._kind_of(self.model)):
+            raise EngineError(
+                f"the model has become another one than AsyncTransformer got: {kind}, before "
+                f"{self._kind}; close this AsyncTransformer and make a new one"
+            )
 
     @hookimpl
     def genlm_read_lora(self, adapter: Adapter) -> AdapterFolder:
@@ -294,7 +310,7 @@ class HFEngine:
         """Leave the model as it was before."""
         self._strategy.clear()
         self._restore()
-        del self.model._genlm_engine
+        del _served(self.model)._genlm_engine
 
     def _restore(self) -> None:
         self._runner.close()
@@ -303,6 +319,11 @@ class HFEngine:
             self.model.set_attn_implementation(self._original_attention)
         for module in self._training:
             module.training = True
+
+
+def _served(model: Any) -> Any:
+    """The model of transformers inside of what torch.compile and PEFT put around it."""
+    return next((one for one in model.modules() if isinstance(one, PreTrainedModel)), model)
 
 
 def _sequence(query: Query) -> TokenSequence:

@@ -87,6 +87,8 @@ class Runner:
     def _hook_head(self) -> None:
         head = self._model.get_output_embeddings()
         self._hook = head.register_forward_pre_hook(self._select) if head is not None else None
+        # Listed once: a walk over the model takes as long as a layer.
+        self._modules = [*self._model.modules()]
 
     def packed(
         self,
@@ -246,7 +248,7 @@ class Runner:
             with (
                 torch.inference_mode(),
                 attention_kernels(self.device),
-                evaluating(self._model),
+                self._evaluating(),
                 self._adapters.applied(rows, of_wanted, width),
             ):
                 self._rope.forget()
@@ -258,25 +260,25 @@ class Runner:
             flat = flat.index_select(0, wanted.on(flat.device))
         return flat, outputs
 
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """While it lasts, a model that somebody trains, or a part of it, is in evaluation mode."""
+        is_trained = any(each.training for each in self._modules)
+        trained = [each for each in self._model.modules() if each.training] if is_trained else []
+        for module in trained:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in trained:
+                module.training = True
+
     def _select(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._wanted is None:
             return None
         self._selected = True
         hidden = args[0].flatten(0, -2)
         return (hidden.index_select(0, self._wanted.to(hidden.device)).unsqueeze(1), *args[1:])
-
-
-@contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """While it lasts, a model that somebody trains is in evaluation mode."""
-    trained = [each for each in model.modules() if each.training] if model.training else []
-    for module in trained:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in trained:
-            module.training = True
 
 
 def _logits(outputs: Any) -> torch.Tensor:

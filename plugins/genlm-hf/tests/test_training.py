@@ -1,0 +1,99 @@
+"""Models that somebody trains while they are served."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as configs
+
+from genlm.core import EngineError
+from genlm.hf.engine import HFEngine
+
+from .models import Pair, build, draw, unproven
+from .shapes import DEVICE, LFM2, SHAPE, TOKENS
+
+GEMMA2 = configs.Gemma2Config(**SHAPE, head_dim=8, attention_dropout=0.5)
+
+
+def loss(model: Any) -> torch.Tensor:
+    """That of a batch with padding; dropout draws the same each time."""
+    torch.manual_seed(0)
+    ids = torch.tensor(draw(2, 20), device=DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    found: torch.Tensor = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    return found
+
+
+def clear(pair: Pair) -> None:
+    pair.engine.genlm_clear_kv_cache()
+    pair.reference.load_state_dict(pair.engine.model.state_dict())
+
+
+@pytest.mark.parametrize("config", [configs.LlamaConfig(**SHAPE), GEMMA2, LFM2])
+def test_rows_follow_the_weights_and_a_loss_is_that_of_the_model_alone(config: Any) -> None:
+    pair = unproven(config)
+    model = pair.engine.model.train()
+    steps = torch.optim.SGD(model.parameters(), lr=0.1)
+    contexts = draw(3, 30)
+    pair.check(*contexts)
+    for _ in range(2):
+        expected = loss(pair.reference.train())
+        found = loss(model)
+        torch.testing.assert_close(found, expected)
+        found.backward()
+        steps.step()
+        pair.reference.eval()
+        clear(pair)
+        pair.check(*contexts, (*contexts[0], 7))
+
+
+@pytest.mark.parametrize("part", ["", "transformer"])
+def test_dropout_is_off_in_rows_also_where_a_part_is_trained(part: str) -> None:
+    pair = unproven(configs.GPT2Config(vocab_size=TOKENS, n_embd=32, n_layer=2, n_head=4))
+    pair.engine.model.get_submodule(part).train()
+    pair.check(*draw(2, 20))
+    assert pair.engine.model.transformer.drop.training
+
+
+def test_layers_of_pefts_around_a_served_model() -> None:
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    pair = unproven(configs.LlamaConfig(**SHAPE))
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(
+        target_modules=["q_proj", "lm_head"], lora_dropout=0.5, init_lora_weights=False
+    )
+    trained = peft.get_peft_model(pair.engine.model, lora)
+    pair.engine.genlm_clear_kv_cache()
+    pair.reference = copy.deepcopy(trained).eval()
+    pair.check(*draw(3, 20))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.float64),
+        lambda model: model.resize_token_embeddings(TOKENS + 7),
+    ],
+)
+def test_a_model_that_becomes_another_one_is_refused(change: Any) -> None:
+    pair = unproven(configs.LlamaConfig(**SHAPE))
+    change(pair.engine.model)
+    with pytest.raises(EngineError, match="make a new one"):
+        pair.engine.genlm_clear_kv_cache()
+
+
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_two_engines_over_a_model_and_its_compiled_form(wrapped_first: bool) -> None:
+    model = build(configs.LlamaConfig(**SHAPE))
+    both = [torch.compile(model, backend="eager"), model]
+    first, second = both if wrapped_first else reversed(both)
+    engine = HFEngine(first, None)
+    with pytest.raises(EngineError, match="close it first"):
+        HFEngine(second, None)
+    engine.genlm_close()
+    HFEngine(second, None).genlm_close()
