@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import Parameter
 from itertools import chain, repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -263,7 +264,7 @@ class Runner:
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """While it lasts, a model that somebody trains, or a part of it, is in evaluation mode."""
-        is_trained = any(each.training for each in self._modules)
+        is_trained = any(map(attrgetter("training"), self._modules))
         trained = [each for each in self._model.modules() if each.training] if is_trained else []
         for module in trained:
             module.training = False
