@@ -454,5 +454,6 @@ def test_a_model_of_which_only_the_depth_is_known(
     adapter = read_adapter(write(shapes, target_modules=r".*_proj"))
     missing = "model.layers.2" if OTHER in adapted else "model.layers.1"
     config = SimpleNamespace(num_hidden_layers=4)
-    with refused_if(lacks, f"lacks the matrices of {missing}"):
-        adapter.require_modules(presumed_shapes(adapter, config))
+    for each in (config, SimpleNamespace(text_config=config)):
+        with refused_if(lacks, f"lacks the matrices of {missing}"):
+            adapter.require_modules(presumed_shapes(adapter, each))

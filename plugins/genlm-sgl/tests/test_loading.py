@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import json
 import random
 import shutil
 import tempfile
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from genlm.core import (
     ModelNotFoundError,
     load_model_by_name,
 )
-from genlm.sgl import AsyncSGLTransformer
+from genlm.sgl import AsyncSGLTransformer, loading
 from genlm.sgl.options import gpu_index
 from genlm.sgl.plugin import genlm_backend_info, genlm_load
 from genlm.sgl.weights import required
@@ -229,3 +231,18 @@ def test_weights_must_be_in_the_checkpoint(weights, lacks, zeros, tiny, monkeypa
         assert model.norm.tolist() == weights.get("norm", torch.ones(4)).tolist()
         assert model.lm_head.weight.equal(WHOLE["lm_head.weight"])
         model.load_weights({"norm": torch.zeros(4)})  # later a part of them is enough
+
+
+def test_settings_of_a_model_that_also_sees(tmp_path: Path) -> None:
+    """What SGLang asks its language model's for, and what a user changes there."""
+    from transformers import Qwen2_5_VLConfig
+
+    Qwen2_5_VLConfig(tie_word_embeddings=True).save_pretrained(tmp_path)
+    given = {"text_config": {"rms_norm_eps": 0.5}}
+    arguments = {"model_path": str(tmp_path), "json_model_override_args": json.dumps(given)}
+    settings = loading._settings(arguments)
+    assert (settings.rms_norm_eps, settings.tie_word_embeddings) == (0.5, True)
+    amended = loading._amendments(arguments, settings)["json_model_override_args"]
+    assert json.loads(amended) == {
+        "text_config": {"rms_norm_eps": 0.5, "tie_word_embeddings": True}
+    }

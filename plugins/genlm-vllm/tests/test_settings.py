@@ -121,7 +121,7 @@ def test_states_of_mamba_are_not_kept_between_blocks_on_a_cpu(make_tiny):
 def test_a_family_that_names_no_usual_activation_is_not_refused(monkeypatch):
     """As in transformers 4, where a class of settings has no attributes of its own."""
     settings = PreTrainedConfig(num_experts=4, hidden_act="silu", model_type="mixtral")
-    monkeypatch.setattr("genlm.vllm.settings.settings_of", lambda *given: settings)
+    monkeypatch.setattr("genlm.vllm.settings.whole_settings_of", lambda *given: settings)
     assert corrections("any", {}) == {}
 
 

@@ -47,14 +47,26 @@ class Rotary:
 def settings_of(name: str | Path, revision: str | None = None) -> Any:
     """The settings of the language model in a folder or on the hub, as transformers completes them;
     ``None`` if it does not know the model. Runs no code of the model."""
+    whole = whole_settings_of(name, revision)
+    return None if whole is None else whole.get_text_config(decoder=True)
+
+
+def whole_settings_of(name: str | Path, revision: str | None = None) -> Any:
+    """The same of all that is in the folder: of a model that also sees, its language model is a
+    part."""
     from transformers import AutoConfig
 
     try:
-        whole = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as error:  # also errors of a class for unexpected values
         log.info("settings.unknown", model=str(name), error=str(error)[:200])
         return None
-    return whole.get_text_config(decoder=True)
+
+
+def language_part(whole: Any) -> str | None:
+    """Under what name the settings of a model that also sees keep those of its language model."""
+    settings = whole.get_text_config(decoder=True)
+    return next((n for n in whole.sub_configs if getattr(whole, n, None) is settings), None)
 
 
 def require_weights(model: str, settings: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from genlm.core.checks import describe_error
 from genlm.core.logs import get_logger
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def shapes_in_transformers(config: Any) -> dict[str, tuple[int, int]] | None:
         log.warning(
             "adapter.unchecked",
             consequence="an adapter of another model may not be noticed",
-            reason=f"{type(error).__name__}: {error}",
+            reason=describe_error(error)[:200],
         )
         return None
     return module_shapes(model)
@@ -45,7 +46,7 @@ def presumed_shapes(folder: AdapterFolder, config: Any) -> dict[str, tuple[int, 
         folder: The adapter.
         config: The model's configuration in transformers.
     """
-    count = getattr(config, "num_hidden_layers", 0)
+    count = getattr(getattr(config, "text_config", config), "num_hidden_layers", 0)
     shapes = {}
     stacks: dict[str, dict[int, list[tuple[str, tuple[int, int]]]]] = {}
     for name, module in folder.modules.items():

@@ -12,7 +12,12 @@ from genlm.core.errors import EngineDeadError, EngineError, GenlmError, InvalidO
 from genlm.core.logs import get_logger
 from genlm.core.options import refuse_unknown
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
-from genlm.kit.settings import require_one_head, require_weights, settings_of
+from genlm.kit.settings import (
+    language_part,
+    require_one_head,
+    require_weights,
+    whole_settings_of,
+)
 from genlm.sgl.engine import PROBE, SglEngine
 from genlm.sgl.internals import Scheduler
 from genlm.sgl.lora import SglLoraEngine
@@ -70,9 +75,13 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
 def _settings(arguments: Mapping[str, Any]) -> Any:
     """The model's settings with what the user overrides; ``None`` if transformers does not know
     them."""
-    settings = settings_of(arguments["model_path"], arguments.get("revision"))
-    overrides = _overrides(arguments)
-    if settings is None or not overrides:
+    whole = whole_settings_of(arguments["model_path"], arguments.get("revision"))
+    if whole is None:
+        return None
+    settings, overrides = whole.get_text_config(decoder=True), _overrides(arguments)
+    if part := language_part(whole):
+        overrides = {**_tied(whole, settings), **overrides.get(part, {})}
+    if not overrides:
         return settings
     return type(settings).from_dict({**settings.to_dict(), **overrides})
 
@@ -95,12 +104,25 @@ def _overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _amendments(arguments: Mapping[str, Any], settings: Any) -> dict[str, str]:
     """Options that make SGLang understand what transformers 5 writes: it no longer gives Gemma 2's
-    activation twice."""
+    activation twice, nor says in a model that also sees whether its language model's embeddings are
+    tied."""
+    whole = whole_settings_of(arguments["model_path"], arguments.get("revision"))
+    part = None if whole is None else language_part(whole)
+    if part and (tied := _tied(whole, getattr(whole, part))):
+        overrides = _overrides(arguments)
+        overrides[part] = {**tied, **overrides.get(part, {})}
+        return {"json_model_override_args": json.dumps(overrides)}
     if getattr(settings, "model_type", None) not in ("gemma", "gemma2"):
         return {}
     activation = getattr(settings, "hidden_activation", None) or "gelu_pytorch_tanh"
     names = dict.fromkeys(("hidden_act", "hidden_activation"), activation)
     return {"json_model_override_args": json.dumps({**names, **_overrides(arguments)})}
+
+
+def _tied(whole: Any, settings: Any) -> dict[str, bool]:
+    if hasattr(settings, "tie_word_embeddings"):
+        return {}
+    return {"tie_word_embeddings": getattr(whole, "tie_word_embeddings", False)}
 
 
 def _honour(engine: SglEngine, settings: Any) -> None:

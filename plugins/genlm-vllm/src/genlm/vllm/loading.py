@@ -7,6 +7,8 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
 from traceback import extract_tb
 from typing import Any
 
@@ -111,6 +113,11 @@ def _explained(model: str) -> Iterator[None]:
         if not isinstance(error, UNREAD) and not _is_of_the_model(error):
             raise
         said = " ".join(describe_error(error).split())
+        if "failed to be inspected" in said and find_spec("torchvision") is None:
+            said = (
+                "vLLM's code of models that also see needs torchvision, which is not installed; "
+                f"install the build that belongs to this torch ({version('torch')}), if it is that"
+            )
         raise EngineError(
             f'vLLM cannot serve the model {model!r} here ({said:.400}); load it with backend="hf"'
         ) from error
@@ -149,12 +156,15 @@ def _defaults() -> dict[str, Any]:
 
     A fresh seed, because unseeded draws must differ from run to run, and vLLM seeds its sampler
     with 0. No asynchronous scheduling: it runs the scheduler during the next token of long
-    continuations, but single rows take one step more.
+    continuations, but single rows take one step more. And of a model that also sees or hears, the
+    language model alone: nothing else is asked for here, and vLLM would load what sees, and try it
+    on images, for which it needs the processor's files.
     """
     settings: dict[str, Any] = {
         "seed": secrets.randbits(31),
         "async_scheduling": False,
         "disable_log_stats": True,
+        "language_model_only": True,
         "scheduler_cls": SCHEDULER,
     }
     if on_a_cpu():

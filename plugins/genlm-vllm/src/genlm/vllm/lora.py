@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from genlm.core.errors import InvalidAdapterError, InvalidOptionError
 from genlm.core.hookspecs import hookimpl
@@ -31,6 +32,9 @@ APPLIED = frozenset({
     Feature.RSLORA, Feature.RANKS, Feature.ALPHAS, Feature.EMBEDDING, Feature.HEAD,
     Feature.SAVED_EMBEDDINGS,
 })  # fmt: skip
+
+#: What models that also see call their language model.
+OF_TEXT = {"language_model", "text_model"}
 
 
 class LoraEngine(VllmEngine):
@@ -68,7 +72,7 @@ class LoraEngine(VllmEngine):
         self._require_same_embeddings(contents)
         folder = tempfile.TemporaryDirectory(prefix="genlm-adapter-")
         try:
-            write_plain(contents, Path(folder.name))
+            write_plain(_of_text(contents), Path(folder.name))
             self._core.add_lora(adapter, folder.name)
         except Exception:
             self._core.remove_lora(adapter)
@@ -114,6 +118,17 @@ class LoraEngine(VllmEngine):
         """Scores are made from rows: in vLLM (to 0.32), LoRA layers treat a prompt's logits as
         those of a batch's last positions."""
         return []
+
+
+def _of_text(adapter: AdapterFolder) -> AdapterFolder:
+    """Without what it adds to parts that see or hear, where the language model has a name of its
+    own: vLLM has not loaded them, and they change nothing of text."""
+    modules = adapter.modules
+    names = {name for name in modules if OF_TEXT & {*name.split(".")}}
+    if not names:
+        return adapter
+    names |= {name for name in modules if name.endswith("lm_head")}
+    return evolve(adapter, modules={name: modules[name] for name in modules if name in names})
 
 
 def _saved_weight(folder: Path, name: str) -> torch.Tensor | None:

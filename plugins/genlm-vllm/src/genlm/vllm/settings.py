@@ -4,11 +4,20 @@ vLLM can compute them, else contexts end before them, or the model is refused by
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from genlm.core.errors import EngineError, InvalidOptionError
 from genlm.core.logs import get_logger
-from genlm.kit.settings import alike, is_read, rope_limits, rope_parameters, settings_of, windows
+from genlm.kit.settings import (
+    alike,
+    is_read,
+    language_part,
+    rope_limits,
+    rope_parameters,
+    whole_settings_of,
+    windows,
+)
 
 log = get_logger()
 
@@ -16,7 +25,17 @@ log = get_logger()
 WIDER = ("cohere2", "cohere2_moe")
 
 #: Families of which vLLM gives all layers the same window.
-ONE_WINDOW = ("ministral3", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+ONE_WINDOW = (
+    "ministral3", "mixtral", "phi3", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text",
+    "qwen3", "qwen3_moe",
+)  # fmt: skip
+
+#: What vLLM runs by transformers' code, with its windows.
+BY_TRANSFORMERS = ("aya_vision",)
+
+#: Families whose yarn is right beside M-RoPE, where vLLM's ``get_rope`` has this argument; else it
+#: takes four times the original length.
+YARN, POSITIONS = ("qwen3_vl_text", "qwen3_vl_moe_text"), "mrope_positions_factor"
 
 COHERE = {"tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False}
 
@@ -63,13 +82,24 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         EngineError: vLLM cannot compute that at every length that was asked for.
         InvalidOptionError: nor with an option.
     """
-    given = engine_opts.get("hf_overrides") or {}
-    settings = settings_of(model, engine_opts.get("revision"))
-    if settings is None or not isinstance(given, Mapping):
+    overrides = engine_opts.get("hf_overrides") or {}
+    whole = whole_settings_of(model, engine_opts.get("revision"))
+    if whole is None or not isinstance(overrides, Mapping):
         return {}
+    settings = whole.get_text_config(decoder=True)
+    part = language_part(whole)
+    given = overrides.get(part, {}) if part else overrides
     for name, value in given.items():
+        old = getattr(settings, name, None)
+        if part and isinstance(old, dict) and isinstance(value, dict):
+            value = old | value  # as vLLM does there
         setattr(settings, name, value)
-    _refuse_what_is_not_read(settings)
+
+    def override(**changed: Any) -> dict[str, Any]:
+        changed |= given
+        return {"hf_overrides": {**overrides, part: changed} if part else changed}
+
+    _refuse_what_is_not_read(settings, whole.model_type)
     longest = engine_opts.get("max_model_len")
     if not isinstance(longest, int) or longest < 0:  # vLLM chooses
         longest = None
@@ -83,17 +113,16 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
                 f'engine_opts={{"max_model_len": {window}}}, within which no window matters, or '
                 'with backend="hf"'
             )
-        whole = ["full_attention"] * len(found)
-        off = {"use_sliding_window": False, "sliding_window": None, "layer_types": whole}
-        return {"hf_overrides": {**off, **given}}
+        full = ["full_attention"] * len(found)
+        return override(use_sliding_window=False, sliding_window=None, layer_types=full)
     corrected: dict[str, Any] = {}
     given_window = getattr(settings, "sliding_window", None)
     windowed = ("sliding_window", "layer_types") if given_window else ()
     unread = [name for name in windowed if not is_read(settings.model_type, name)]
     if any(getattr(settings, name, None) for name in unread):  # vLLM would read them
-        corrected["hf_overrides"] = {**dict.fromkeys(unread), **given}
-    elif settings.model_type in WIDER and window is not None:
-        corrected["hf_overrides"] = {"sliding_window": window - 1, **given}
+        corrected = override(**dict.fromkeys(unread))
+    elif settings.model_type in WIDER and window and whole.model_type not in BY_TRANSFORMERS:
+        corrected = override(sliding_window=window - 1)
     if on_a_cpu() and any("mamba" in name for name in (settings.model_type, *settings.to_dict())):
         if engine_opts.get("enable_prefix_caching"):
             raise InvalidOptionError(
@@ -132,7 +161,12 @@ def _takes_windows(settings: Any) -> bool:
     return settings.model_type not in ONE_WINDOW or len({*kinds}) <= 1
 
 
-def _refuse_what_is_not_read(settings: Any) -> None:
+def _refuse_what_is_not_read(settings: Any, whole: str) -> None:
+    """
+    Args:
+        settings: Of the language model.
+        whole: The family of the model that it is a part of, which has the output layer.
+    """
     family, fixed = settings.model_type, dict(TAKEN.get(settings.model_type, {}))
     usual = getattr(type(settings), "hidden_act", None)  # transformers 4 names none
     if usual is not None and any("experts" in name for name in settings.to_dict()):
@@ -142,7 +176,8 @@ def _refuse_what_is_not_read(settings: Any) -> None:
             raise _error(family, f"{name}={value!r}", f"takes {taken!r} for it")
     for name, nothing in READ_EVERYWHERE.items():
         value = getattr(settings, name, nothing)
-        if value not in (nothing, None) and not is_read(family, name):
+        reader = whole if name == "logit_scale" else family
+        if value not in (nothing, None) and not is_read(reader, name):
             raise _error(family, f"{name}={value!r}", "applies it, where transformers does not")
     if family == "falcon" and settings.ffn_hidden_size != 4 * settings.hidden_size:
         size = f"ffn_hidden_size={settings.ffn_hidden_size}"
@@ -152,10 +187,12 @@ def _refuse_what_is_not_read(settings: Any) -> None:
             rope.get("rope_type") != "yarn" or {"attention_factor", "mscale"} & rope.keys()
         ):
             raise _error(family, f"rope_parameters={rope!r}", "computes a yarn without factors")
+        scaled = rope.get("rope_type", "default")
+        if "mrope_section" in rope and scaled != "default" and not _scales_mrope(family, scaled):
+            raise _error(family, f"rope_type={scaled!r}", "computes it otherwise beside M-RoPE")
         what = "applies it, where transformers does not"
         part = rope.get("partial_rotary_factor", 1.0)
-        plain = rope.get("rope_type", "default") == "default"
-        if part != 1.0 and plain and not is_read(family, "partial_rotary_factor"):
+        if part != 1.0 and scaled == "default" and not is_read(family, "partial_rotary_factor"):
             raise _error(family, f"partial_rotary_factor={part}", what)
         if kind is not None and not rope.get("truncate", True):
             raise _error(family, "truncate=False", what)
@@ -163,6 +200,12 @@ def _refuse_what_is_not_read(settings: Any) -> None:
         raise _error(family, "mamba_norm_before_gate=True", "applies the gate first")
     if wrong := ALWAYS.get(family) or (on_a_cpu() and ON_A_CPU.get(family)):
         raise _error(family, *wrong)
+
+
+def _scales_mrope(family: str, kind: str) -> bool:
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    return kind == "yarn" and family in YARN and POSITIONS in signature(get_rope).parameters
 
 
 def on_a_cpu() -> bool:
