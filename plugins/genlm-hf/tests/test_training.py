@@ -11,6 +11,7 @@ import transformers as configs
 
 from genlm.core import EngineError
 from genlm.hf.engine import HFEngine
+from genlm.hf.reuse import Reuse
 
 from .models import Pair, build, draw, unproven
 from .shapes import DEVICE, LFM2, SHAPE, TOKENS
@@ -97,3 +98,12 @@ def test_two_engines_over_a_model_and_its_compiled_form(wrapped_first: bool) -> 
         HFEngine(second, None)
     engine.genlm_close()
     HFEngine(second, None).genlm_close()
+
+
+@pytest.mark.filterwarnings("error:`past_key_values` is deprecated:FutureWarning")
+def test_the_cache_has_the_name_that_the_model_inside_has_for_it() -> None:
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    lora = peft.LoraConfig(target_modules=["q_proj"])
+    engine = HFEngine(peft.get_peft_model(build(configs.LlamaConfig(**SHAPE)), lora), None)
+    assert engine.reuse is Reuse.SHARED
+    engine.genlm_close()

@@ -9,7 +9,6 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from genlm.core import hookimpl
 from genlm.core.checks import describe_error
@@ -26,7 +25,7 @@ from genlm.hf.positions import longest_context
 from genlm.hf.probe import MORE_NOISE, MOST_NOISE, Choice, apart, choose_reuse, noise_of
 from genlm.hf.proof import BaseRow
 from genlm.hf.reuse import Reuse
-from genlm.hf.runner import Runner
+from genlm.hf.runner import Runner, served_model
 from genlm.hf.schedule import Schedule
 from genlm.hf.scores import Scores, logprobs
 from genlm.hf.strategies import strategy_for
@@ -78,7 +77,7 @@ class HFEngine:
         self._strategy = strategy_for(self.reuse, self._runner, most, room, choice.ragged)
         self._evaluator = Evaluator(self._strategy, self._adapters, choice.limit, choice.rows_apart)
         self._schedule: Schedule[Query] = Schedule(self._evaluator, most)
-        served = _served(model)
+        served = served_model(model)
         served._genlm_engine = (id(served), weakref.ref(self))
 
     def _describe(self, model: Any, tokenizer: Any) -> None:
@@ -152,7 +151,7 @@ class HFEngine:
                 "(AutoModelForCausalLM); one of your own class names the layer in "
                 "get_output_embeddings()"
             )
-        served = _served(model)
+        served = served_model(model)
         owner, engine = getattr(served, "_genlm_engine", (None, lambda: None))
         if owner == id(served) and engine() is not None:  # a copy of a model has another id
             raise EngineError(
@@ -310,7 +309,7 @@ class HFEngine:
         """Leave the model as it was before."""
         self._strategy.clear()
         self._restore()
-        del _served(self.model)._genlm_engine
+        del served_model(self.model)._genlm_engine
 
     def _restore(self) -> None:
         self._runner.close()
@@ -319,11 +318,6 @@ class HFEngine:
             self.model.set_attn_implementation(self._original_attention)
         for module in self._training:
             module.training = True
-
-
-def _served(model: Any) -> Any:
-    """The model of transformers inside of what torch.compile and PEFT put around it."""
-    return next((one for one in model.modules() if isinstance(one, PreTrainedModel)), model)
 
 
 def _sequence(query: Query) -> TokenSequence:

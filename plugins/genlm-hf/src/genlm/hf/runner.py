@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from genlm.core.types import Adapter
 from genlm.hf.adapters import AdapterSet
@@ -55,7 +56,10 @@ class Runner:
         self._wanted: torch.Tensor | None = None
         self._selected = False  # whether the hook chose the wanted positions
         takes = inspect.signature(model.forward).parameters
-        self._cache_name = next((name for name in CACHE_NAMES if name in takes), CACHE_NAMES[-1])
+        # What torch.compile and PEFT put around a model names nothing, and hands everything on.
+        inner = inspect.signature(served_model(model).forward).parameters
+        named_so = (name for each in (takes, inner) for name in CACHE_NAMES if name in each)
+        self._cache_name = next(named_so, CACHE_NAMES[-1])
         self._takes_positions = "position_ids" in takes  # recurrent models may have none
         # A model of a user's own class may take ids only, by a name of its own or by none.
         kinds = {name: each.kind for name, each in takes.items()}
@@ -280,6 +284,11 @@ class Runner:
         self._selected = True
         hidden = args[0].flatten(0, -2)
         return (hidden.index_select(0, self._wanted.to(hidden.device)).unsqueeze(1), *args[1:])
+
+
+def served_model(model: Any) -> Any:
+    """The model of transformers inside of what torch.compile and PEFT put around it."""
+    return next((one for one in model.modules() if isinstance(one, PreTrainedModel)), model)
 
 
 def _logits(outputs: Any) -> torch.Tensor:
