@@ -33,7 +33,7 @@ class Slab:
         fronts, device = self.states[:, :, :, :columns], self.states.device
         if costs_of(device).row_by_row:
             for source, target in zip(sources.values, targets.values, strict=True):
-                fronts[:, target].copy_(fronts[:, source])
+                fronts.select(1, target).copy_(fronts.select(1, source))
         else:
             for some in _pieces(fronts, len(sources.values)):
                 forked = some.index_select(1, sources.on(device))
