@@ -161,6 +161,7 @@ def test_what_vllm_computes_otherwise_is_refused(family, config, said, make_tiny
         ("MiniMaxM2", EXPERTS, "rotary_dim"),
         ("Llama", {"head_dim": 4}, "head_dim=4"),
         ("Bamba", {}, r"Layer 0 \(linear_attention\)"),
+        ("Llama", {"quantization_config": {"quant_method": "eetq"}}, "Unknown quantization method"),
     ],
 )
 def test_what_vllm_cannot_make_is_refused_with_its_words(

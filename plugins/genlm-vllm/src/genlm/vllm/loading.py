@@ -39,7 +39,7 @@ UNREAD = (AssertionError, AttributeError, LookupError, NotImplementedError, Type
 #: Where vLLM reads a model's files, makes the model and has its kernels; elsewhere it speaks of
 #: options. And what it says elsewhere of a model that it has not.
 OF_THE_MODEL = ("model_executor", "transformers_utils", "v1/attention")
-NO_SUCH_MODEL = ("Model architectures", "Pooling models")
+NO_SUCH_MODEL = ("Model architectures", "Pooling models", "Unknown quantization method")
 
 
 def load(model: str, options: Mapping[str, object]) -> VllmEngine:
