@@ -235,11 +235,9 @@ def test_what_is_no_trie_is_refused():
         AsyncTokenCharacterTrie([b"a"])
 
 
-def unpickled(thing):
-    return pickle.loads(pickle.dumps(thing))
-
-
-@pytest.mark.parametrize("made", [copy.copy, copy.deepcopy, unpickled])
+@pytest.mark.parametrize(
+    "made", [copy.copy, copy.deepcopy, lambda trie: pickle.loads(pickle.dumps(trie))]
+)
 def test_a_copy_outlives_what_it_is_a_copy_of(made):
     trie = AsyncTokenCharacterTrie.from_vocab([b"a", b"ab"])
     trie.start()

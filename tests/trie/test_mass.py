@@ -36,7 +36,8 @@ def test_special_tokens_are_not_text(trie):
 
 
 @pytest.mark.parametrize("prefix", [b" zzz", b"abbb"])
-def test_a_prefix_of_nothing_has_no_mass(trie, prefix):
+def test_a_prefix_of_nothing_has_no_node_and_no_mass(trie, prefix):
+    assert trie.find(prefix) is None
     assert trie.mass(ROW, prefix) == 0.0
 
 
@@ -78,6 +79,8 @@ def test_what_are_no_weights_is_refused(trie):
         (row(), "write `await` before what gives it"),
         (b"a", "weights must be numbers, .*; got b'a'"),
         ([[1.0], [1.0, 2.0]], "weights must be numbers"),
+        (np.zeros(3), r"the trie needs \[10\]"),
+        (np.zeros((2, 10)), r"the trie needs \[10\]"),
     ):
         for ask in (
             lambda: trie.mass(given, b"a"),  # noqa: B023
@@ -101,12 +104,3 @@ def test_how_many_children(trie):
     assert trie.heaviest_children(trie.root, ROW, 0) == []
     with pytest.raises(InvalidInputError, match="k must be an integer of at least 0; got '2'"):
         trie.heaviest_children(trie.root, ROW, "2")
-
-
-def test_a_row_of_another_shape_is_refused(trie):
-    for ask in (
-        lambda: trie.mass(np.zeros(3), b"a"),
-        lambda: trie.children_sum(trie.root, np.zeros((2, 10))),
-    ):
-        with pytest.raises(InvalidInputError, match=r"the trie needs \[10\]"):
-            ask()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -75,12 +75,16 @@ class Random:
 
 
 class Asked(MockAsyncLM):
-    def __init__(self, random: Random) -> None:
+    """Its rows are the random ones, or what ``row`` gives for a context."""
+
+    def __init__(
+        self, random: Random | None, row: Callable[[list[int]], torch.Tensor] | None = None
+    ) -> None:
         super().__init__(random)
-        self.random = random
+        self.row = row or random.row  # type: ignore[union-attr]
 
     def _get_logprobs(self, token_ids: list[int]) -> torch.Tensor:
-        return self.random.row(list(token_ids))
+        return self.row(list(token_ids))
 
 
 @given(
@@ -136,17 +140,14 @@ def test_the_limit_is_the_number_of_contexts(vocab, target):
 
 
 def test_numpy_may_raise_at_what_is_too_small_for_a_float():
-    class Sure(MockAsyncLM):
-        def _get_logprobs(self, token_ids):
-            return torch.where(
-                torch.arange(258) == 97, 0.0, -740.0 if len(token_ids) == 1 else -1e3
-            )
+    def sure(token_ids):
+        return torch.where(torch.arange(258) == 97, 0.0, -740.0 if len(token_ids) == 1 else -1e3)
 
     async def ask(lm):
         b = await (await BytePrefix.after(lm, [0], min_share=0.0)).extend(b"b")
         return b.logprob, (await b.next_byte_logprobs())[97]
 
-    with Sure() as lm, np.errstate(all="raise"):
+    with Asked(None, sure) as lm, np.errstate(all="raise"):
         assert asyncio.run(ask(lm)) == (pytest.approx(-740.0, abs=0.01), 0.0)
         assert asyncio.run(next_bytes_logprob(lm, [0], b"ab")) == -math.inf
 
@@ -161,21 +162,14 @@ def lm():
         yield lm
 
 
-def test_what_cannot_be_written(lm):
-    assert asyncio.run(next_bytes_logprob(lm, [0], b"abz")) == -math.inf
-    assert asyncio.run(next_bytes_logprob(lm, [0], b"<a>")) == -math.inf
-    assert asyncio.run(next_bytes_logprob(lm, [0], b"")) == 0.0
-
-
 def test_a_token_that_the_model_never_draws_is_not_followed():
-    class Never(Asked):
-        def _get_logprobs(self, token_ids):
-            assert 0 not in token_ids[1:], "asked after a token of probability 0"
-            row = torch.zeros(len(self.random))
-            row[0] = -torch.inf
-            return row.log_softmax(0)
+    def row_of(token_ids):
+        assert 0 not in token_ids[1:], "asked after a token of probability 0"
+        row = torch.zeros(10)
+        row[0] = -torch.inf
+        return row.log_softmax(0)
 
-    with Never(Random(VOCAB, {7}, 0, 1.0)) as lm:
+    with Asked(Random(VOCAB, {7}, 0, 1.0), row_of) as lm:
         logprob = asyncio.run(next_bytes_logprob(lm, [1], b"ab"))
         assert math.exp(logprob) == pytest.approx(3 / 9, rel=1e-6)
 
@@ -261,12 +255,8 @@ ALL = [b"a" * n for n in range(1, 40)]
 
 def test_a_byte_costs_about_one_row_however_many_came_before():
     """The likeliest tokenisation has 20 times the probability of the next."""
-
-    class Canonical(Asked):
-        def _get_logprobs(self, token_ids):
-            row = torch.full((len(self.random),), -12.0)
-            row[2] = 0.0  # three bytes
-            return row.log_softmax(0)
+    row = torch.full((40,), -12.0)
+    row[2] = 0.0  # three bytes
 
     async def complete():
         prefix = await BytePrefix.after(lm, [0], trie=TokenCharacterTrie(lm.byte_vocab))
@@ -275,7 +265,7 @@ def test_a_byte_costs_about_one_row_however_many_came_before():
             prefix = await prefix.extend(b"a")
         return prefix
 
-    with Canonical(Random(ALL, set(), 0, 0.0)) as lm:
+    with Asked(Random(ALL, set(), 0, 0.0), lambda token_ids: row.log_softmax(0)) as lm:
         prefix = asyncio.run(complete())
         assert lm.stats.rows <= 60
         assert lm.stats.batches <= 30
@@ -303,13 +293,12 @@ def test_what_changes_while_a_text_is_followed_changes_nothing():
 def test_a_text_of_which_the_likely_ways_end_is_followed_by_the_others():
     vocab = [b"a", b"aa", b"aaa", b"b", b"bb"]
 
-    class Surprised(Asked):
-        def _get_logprobs(self, token_ids):
-            unlikely = {(0,): {1: 0.0, 0: -20.0}, (0, 0): {0: 0.0}, (0, 1): {2: 0.0}}
-            row = torch.full((len(self.random),), -torch.inf)
-            for token_id, logit in unlikely.get(tuple(token_ids), {3: 0.0, 4: -20.0}).items():
-                row[token_id] = logit
-            return row.log_softmax(0)
+    def row_of(token_ids):
+        unlikely = {(0,): {1: 0.0, 0: -20.0}, (0, 0): {0: 0.0}, (0, 1): {2: 0.0}}
+        row = torch.full((6,), -torch.inf)
+        for token_id, logit in unlikely.get(tuple(token_ids), {3: 0.0, 4: -20.0}).items():
+            row[token_id] = logit
+        return row.log_softmax(0)
 
     async def follow():
         prefix = await BytePrefix.after(lm, [0])
@@ -320,19 +309,16 @@ def test_a_text_of_which_the_likely_ways_end_is_followed_by_the_others():
         assert lm.stats.rows - before < 30  # all ways to write these are 987
         return surprised.logprob
 
-    with Surprised(Random(vocab, set(), 0, 0.0)) as lm:
+    with Asked(Random(vocab, set(), 0, 0.0), row_of) as lm:
         assert asyncio.run(follow()) == pytest.approx(-20.0, abs=1e-5)
 
 
-class Tabled(Asked):
+def tabled(*table: list[float]) -> Asked:
     """The probabilities of the tokens ``a``, ``abc``, ``bc`` by the context's length."""
-
-    def __init__(self, *table: list[float]) -> None:
-        super().__init__(Random([b"a", b"abc", b"bc"], set(), 0, 0.0))
-        self.table = table
-
-    def _get_logprobs(self, token_ids: list[int]) -> torch.Tensor:
-        return torch.tensor([*self.table[len(token_ids) - 1], 0.0]).log()
+    return Asked(
+        Random([b"a", b"abc", b"bc"], set(), 0, 0.0),
+        lambda token_ids: torch.tensor([*table[len(token_ids) - 1], 0.0]).log(),
+    )
 
 
 def test_inside_tokens_none_is_left_out_that_is_as_likely_as_any():
@@ -340,7 +326,7 @@ def test_inside_tokens_none_is_left_out_that_is_as_likely_as_any():
         prefix = await BytePrefix.after(lm, [0], min_share=0.9)
         return await (await prefix.extend(b"ab")).next_byte_logprobs()
 
-    with Tabled([0.5, 0.5, 0.0], [0.0, 0.0, 1.0]) as lm:  # as one token, or as two
+    with tabled([0.5, 0.5, 0.0], [0.0, 0.0, 1.0]) as lm:  # as one token, or as two
         assert asyncio.run(follow())[ord("c")] == 0.0
 
 
@@ -351,11 +337,11 @@ def test_a_row_without_mass_has_no_next_byte():
         await prefix.next_byte_logprobs()
 
     nothing = [0.0, 0.0, 0.0]
-    with Tabled([1.0, 0.0, 0.0], nothing) as lm, pytest.raises(InvalidInputError, match="no byte"):
+    with tabled([1.0, 0.0, 0.0], nothing) as lm, pytest.raises(InvalidInputError, match="no byte"):
         asyncio.run(follow())
     # The likeliest of two tokenisations has no way on. (The other one may have been left out.)
     for first in ([0.9, 0.1, 0.0], [0.9999, 0.0001, 0.0]):
-        with Tabled(first, nothing) as lm:
+        with tabled(first, nothing) as lm:
             prefix = asyncio.run(BytePrefix.after(lm, [0]))
             prefix = asyncio.run(prefix.extend(b"a"))
             assert asyncio.run(prefix.next_byte_logprobs())[ord("b")] == 0.0

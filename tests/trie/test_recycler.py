@@ -25,31 +25,23 @@ def made(monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize("size", [4 * MIB, 256 * MIB])
-def test_a_large_result_gets_the_memory_of_the_one_before(made, size):
-    recycler = Recycler()
-    for _ in range(3):
-        assert recycler.empty((size // 8 // 16, 16), "float64").shape == (size // 128, 16)
-    assert made == [size]
-
-
-@pytest.mark.parametrize("size", [4 * MIB - 1, 256 * MIB + 1])
-def test_the_memory_of_small_and_of_huge_results_is_not_kept(made, size):
-    recycler = Recycler()
-    for _ in range(2):
-        recycler.empty((size,), "uint8")
-    assert made == [size, size]
-
-
 @pytest.mark.parametrize(
-    ("size", "fits"),
-    [(16 * MIB, True), (16 * MIB + 1, False), (8 * MIB, True), (8 * MIB - 1, False)],
+    ("asked", "again"),
+    [
+        ([4 * MIB] * 3, True),
+        ([256 * MIB] * 3, True),
+        ([4 * MIB - 1] * 2, False),  # small
+        ([256 * MIB + 1] * 2, False),  # huge
+        ([16 * MIB, 16 * MIB + 1], False),  # does not fit
+        ([16 * MIB, 8 * MIB], True),
+        ([16 * MIB, 8 * MIB - 1], False),  # of which it is far too much
+    ],
 )
-def test_memory_is_used_where_it_is_large_enough_and_not_far_too_large(made, size, fits):
+def test_a_large_result_gets_the_memory_of_the_one_before_where_it_fits(made, asked, again):
     recycler = Recycler()
-    recycler.empty((16 * MIB,), "uint8")
-    recycler.empty((size,), "uint8")
-    assert made == [16 * MIB] + [size] * (not fits)
+    for size in asked:
+        recycler.empty((size,), "uint8")
+    assert made == (asked[:1] if again else asked)
 
 
 def test_one_block_is_kept(made):

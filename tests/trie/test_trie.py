@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 
 import numpy as np
 import pytest
@@ -344,13 +343,6 @@ def test_an_unknown_device_is_refused(kind, device):
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(InvalidOptionError, match="'cuda', which this PyTorch cannot use here"):
         ParallelTokenCharacterTrie([b"a"], device="cuda")
-
-
-def test_a_trie_can_be_pickled(vocabulary, weights):
-    trie = TokenCharacterTrie(vocabulary)
-    assert np.array_equal(
-        pickle.loads(pickle.dumps(trie)).weight_sum(weights[0]), trie.weight_sum(weights[0])
-    )
 
 
 def test_the_parallel_trie_is_the_same_trie(vocabulary, weights):

@@ -21,11 +21,6 @@ def test_every_node_is_found_by_its_prefix(trie):
     assert trie.find(b"") == trie.root
 
 
-@pytest.mark.parametrize("prefix", [b"aaaaaaaaaaaa", b"z"])
-def test_a_prefix_of_nothing_is_not_found(trie, prefix):
-    assert trie.find(prefix) is None
-
-
 def test_the_items_below_a_node_are_a_slice_of_one_array(trie, vocabulary):
     assert sorted(trie.positions.tolist()) == list(range(len(vocabulary)))
     for node, prefix in list(trie.node2prefix.items())[::11]:
