@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
 from genlm.core.tokenization import Token, decode_vocab
 
@@ -22,6 +23,13 @@ def joined(byte_vocab: Sequence[Token], ids: Iterable[int]) -> bytes:
     return b"".join(byte_vocab[i] for i in ids)
 
 
+# SentencePiece writes spaces as U+2581, so that a text's own cannot come back.
+TEXTS = st.text(
+    st.one_of(
+        st.sampled_from(" \n\tabcqué1234'.狐😀õ÷ÁýÀÿøúþüùöûÃ"),
+        st.characters(exclude_characters="▁", codec="utf-8"),
+    )
+)
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
     "It's 1234 o'clock; we'll see:  two spaces,\n\nnew lines\tand tabs.",
@@ -64,12 +72,7 @@ def byte_fallback(tok: Any, normalizer: Any, decoders: list[Any]) -> Any:
         vocab_size=480, special_tokens=[*SPECIAL, *names], limit_alphabet=60, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    return without_added(tok, tokenizer, names)
-
-
-def without_added(tok: Any, tokenizer: Any, names: list[str]) -> Any:
-    """The byte names were special only to get them into the vocabulary; they are ordinary
-    pieces."""
+    # The byte names were special only to get into the vocabulary; they are ordinary pieces.
     definition = json.loads(tokenizer.to_str())
     definition["added_tokens"] = [
         token for token in definition["added_tokens"] if token["content"] not in names

@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 from genlm.core import VocabularyError
 from genlm.core.tokenization import decode_vocab
 
-from .conftest import contents, joined
+from .conftest import TEXTS, contents, joined
 
-# SentencePiece writes spaces as U+2581, so that a text's own cannot come back.
-TEXTS = st.text(
-    st.one_of(
-        st.sampled_from(" \n\tabcqué1234'.狐😀õ÷ÁýÀÿøúþüùöûÃ"),
-        st.characters(exclude_characters="▁", codec="utf-8"),
-    )
-)
 # What the Unigram model has seen: it has no bytes for the rest.
 KNOWN = st.text(st.sampled_from(" \n\tabcdefghi.,:;éüß狐😀1234"))
 
@@ -73,14 +66,10 @@ def test_added_tokens_are_verbatim(family):
     _, original = family
     tokenizer = tok.Tokenizer.from_str(original.to_str())
     before = tokenizer.get_vocab_size()
-    tokenizer.add_special_tokens(["<｜begin▁of▁text｜>", "<0x41>x"])
-    tokenizer.add_tokens(["foo▁bar", "Ġé"])
-    assert contents(tokenizer)[before:] == [
-        "<｜begin▁of▁text｜>".encode(),
-        b"<0x41>x",
-        "foo▁bar".encode(),
-        "Ġé".encode(),
-    ]
+    special_ones, others = ["<｜begin▁of▁text｜>", "<0x41>x"], ["foo▁bar", "Ġé"]
+    tokenizer.add_special_tokens(special_ones)
+    tokenizer.add_tokens(others)
+    assert contents(tokenizer)[before:] == [*map(str.encode, special_ones + others)]
 
 
 def test_byt5():
@@ -146,30 +135,30 @@ class Slow:
         return f"token {token_id}"
 
 
-def test_slow_byte_level():
-    byte_decoder = {"a": ord("a"), "Ġ": 0x20, "Ã": 0xC3}
-    assert contents(Slow({"Ġa": 0, "Ã": 2}, byte_decoder=byte_decoder)) == [
-        b" a",
-        b"",
-        b"\xc3",
-        b"",
-        b"<|end|>",
-    ]
-    assert special(Slow({"Ġa": 0}, byte_decoder=byte_decoder)) == [b"<|end|>"]
-    assert special(Slow({"Ġa": 0}, byte_decoder=byte_decoder, all_special_ids=[])) == []
+@pytest.mark.parametrize(
+    ("vocab", "attributes", "expected"),
+    [
+        ({"Ġa": 0, "Ã": 2}, {"byte_decoder": {"a": 97, "Ġ": 0x20, "Ã": 0xC3}}, [b" a", b"\xc3"]),
+        ({"▁a": 0, "<0x0A>": 2}, {"sp_model": None}, [b" a", b"\n"]),
+        ({"▁a": 0, "<0x0A>": 2}, {"tokenizer": SimpleNamespace(sp_model=None)}, [b" a", b"\n"]),
+        ({b"\xff": 2, b"ab": 0}, {}, [b"ab", b"\xff"]),
+    ],
+)
+def test_slow_tokenizers(vocab, attributes, expected):
+    slow = Slow(vocab, **attributes)
+    assert contents(slow) == [expected[0], b"", expected[1], b"", b"<|end|>"]
+    assert special(slow) == [b"<|end|>"]
+    slow.all_special_ids = []
+    assert special(slow) == []
 
 
 @pytest.mark.parametrize(
-    "model", [{"sp_model": None}, {"tokenizer": SimpleNamespace(sp_model=None)}]
+    ("tokenizer", "reason"),
+    [
+        (Slow({"word": 0}), "Slow is neither byte-level nor SentencePiece"),
+        (object(), "object is not a tokenizer of a known family"),
+    ],
 )
-def test_slow_sentencepiece(model):
-    assert contents(Slow({"▁a": 0, "<0x0A>": 2}, **model)) == [b" a", b"", b"\n", b"", b"<|end|>"]
-
-
-def test_slow_with_tokens_that_are_bytes():
-    assert contents(Slow({b"\xff": 1, b"ab": 0})) == [b"ab", b"\xff", b"", b"", b"<|end|>"]
-
-
-def test_an_unknown_slow_tokenizer_is_refused():
-    with pytest.raises(VocabularyError, match="Slow is neither byte-level nor SentencePiece"):
-        decode_vocab(Slow({"word": 0}))
+def test_what_is_of_no_known_family_is_refused(tokenizer, reason):
+    with pytest.raises(VocabularyError, match=f"Could not decode byte representation .*{reason}"):
+        decode_vocab(tokenizer)
