@@ -11,16 +11,6 @@ from .registry import Forgetting, Keeping, breaks
 from .state import begins
 
 
-@breaks("adapters_in_one_batch")
-class EqualContextsComputedOnce(MockEngine):
-    """A batch computes each context once, with the adapter that comes first."""
-
-    @hookimpl
-    def genlm_next_token_logprobs(self, queries):
-        first = {query.token_ids: query for query in reversed(queries)}
-        return super().genlm_next_token_logprobs([first[query.token_ids] for query in queries])
-
-
 @breaks("rebound_adapter")
 class ReboundNameKeepsItsWeights(Keeping, MockEngine, paths=dict):
     """Weights are kept by name: a name bound again has those of before, also after it was removed:

@@ -67,7 +67,6 @@ def with_a_flat_tail(engine, query, row):
 
 MUTANTS.changes(
     Changed,
-    ("UnnormalisedRows", "row_is_normalised", lambda e, q, row: row + 0.01),
     # The sum of a row is computed in a shorter type.
     ("NormalisedRoughly", "row_is_normalised", lambda e, q, row: row + 1.5e-4),
     # Tokens less likely than 1e-5 have an even share of what they have together.
@@ -155,6 +154,9 @@ def shared_by(key):
     return change
 
 
+once_per_tokens = shared_by(lambda engine, query: query.token_ids)
+
+
 def behind_pinned_prefixes(engine, query):
     """What follows a pinned prefix."""
     for pinned in engine.pinned:
@@ -190,7 +192,9 @@ MUTANTS.changes(
         "same_tail_under_different_prefixes",
         shared_by(behind_pinned_prefixes),
     ),
-    ("OncePerTokens", "adapters_changed_in_flight", shared_by(lambda e, q: q.token_ids)),
+    # A batch computes each context once, with the adapter that comes first.
+    ("OncePerTokens", "adapters_changed_in_flight", once_per_tokens),
+    ("EqualContextsComputedOnce", "adapters_in_one_batch", once_per_tokens),
     # The adapter of the first query is applied to the whole batch.
     (
         "AdapterBleedsIntoTheBatch",

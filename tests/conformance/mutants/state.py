@@ -42,12 +42,6 @@ MUTANTS.changes(
         "contexts_that_differ_in_one_token",
         lambda e, q: (q.adapter, q.length, q.token_ids[:16], q.token_ids[-16:]),
     ),
-    # A block's key is its own tokens and its place: not what comes before it.
-    (
-        "BlockByItself",
-        "contexts_that_differ_in_one_token",
-        lambda e, q: (q.adapter, q.length, q.token_ids[-BLOCK:]),
-    ),
     (
         "SumIsTheKey",
         "contexts_that_differ_in_one_token",
