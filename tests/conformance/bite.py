@@ -50,12 +50,12 @@ ELSEWHERE = (
 
 @frozen
 class Bite:
-    """What one mutant came to: the clauses that failed at one effort, and the seconds that it and
-    each clause took."""
+    """What one mutant came to: what the clauses said that failed at one effort, and the seconds
+    that it and each clause took."""
 
     name: str
     effort: str
-    caught_by: tuple[str, ...]
+    caught: Mapping[str, str]
     seconds: float
     of_clauses: Mapping[str, float] = {}
 
@@ -95,7 +95,7 @@ def clean() -> dict[str, Callable[[float], Faulty]]:
 
 def bite(
     name: str, effort: str, only: str = "", seed: int = 0, first: bool = False, read: bool = False
-) -> tuple[Bite, dict[str, str]]:
+) -> Bite:
     """Run the suite on one mutant; with ``first`` until a clause fails. Counterexamples are made
     simple only where somebody reads them."""
     logging.disable(logging.CRITICAL)
@@ -105,23 +105,19 @@ def bite(
     suite.patience = PATIENCE
     suite.deadline = DEADLINE
     suite.shrinking = SHRINKING if read else 0.0
-    failed = False
-
-    def tell(verdict: Verdict) -> None:
-        nonlocal failed
-        failed |= verdict.status == "failed"
+    told: list[Verdict] = []
 
     def wanted(clause: str) -> bool:
-        if first and failed:
+        if first and any(verdict.status == "failed" for verdict in told):
             return False
         return clause not in ELSEWHERE and bool(re.search(only, clause))
 
     began = time.process_time()
     with contextlib.redirect_stderr(io.StringIO()):
-        report = run(suite, tell, wanted)
+        report = run(suite, told.append, wanted)
     caught = {verdict.clause: verdict.detail for verdict in report.failed}
     seconds = {verdict.clause: verdict.seconds for verdict in report.verdicts}
-    return Bite(name, effort, tuple(caught), time.process_time() - began, seconds), caught
+    return Bite(name, effort, caught, time.process_time() - began, seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -148,18 +144,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [pool.apply_async(bite, job) for job in work]
         for job, (name, effort, *_) in zip(jobs, work, strict=True):
             try:
-                one, details = job.get(timeout=2 * DEADLINE)
+                one = job.get(timeout=2 * DEADLINE)
             except (multiprocessing.TimeoutError, EngineDeadError) as error:
-                one, details = Bite(name, effort, (f"({type(error).__name__})",), DEADLINE), {}
+                one = Bite(name, effort, {f"({type(error).__name__})": ""}, DEADLINE)
             bites.append(one)
-            caught = ", ".join(one.caught_by) or "-"
+            caught = ", ".join(one.caught) or "-"
             print(f"{one.effort:8}{one.name:45}{one.seconds:6.1f} s  {caught}", flush=True)
             if options.verbose:
-                for clause, detail in details.items():
+                for clause, detail in one.caught.items():
                     print(f"    {clause}: {detail[:1500]}")
     if not options.clean:
         print(table(bites, whole=not (options.first or options.only)))
-    return int(bool(options.clean and any(one.caught_by for one in bites)))
+    return int(bool(options.clean and any(one.caught for one in bites)))
 
 
 def table(bites: Sequence[Bite], whole: bool) -> str:
@@ -167,7 +163,7 @@ def table(bites: Sequence[Bite], whole: bool) -> str:
     lines = []
     for effort in dict.fromkeys(one.effort for one in bites):
         of_effort = [one for one in bites if one.effort == effort]
-        missed = [one.name for one in of_effort if not one.caught_by]
+        missed = [one.name for one in of_effort if not one.caught]
         share = 1 - len(missed) / len(of_effort)
         caught = len(of_effort) - len(missed)
         lines += [
@@ -184,18 +180,18 @@ def by_clause(bites: Sequence[Bite]) -> list[str]:
     those that no other clause catches; and how long it takes until a clause fails."""
     names = [name.removeprefix("test_") for name in ConformanceSuite.clauses]
     names = [name for name in names if name not in ELSEWHERE]
-    caught = Counter(clause for one in bites for clause in one.caught_by)
+    caught = Counter(clause for one in bites for clause in one.caught)
     alone: dict[str, list[str]] = {}
     for one in bites:
-        if len(one.caught_by) == 1:
-            alone.setdefault(one.caught_by[0], []).append(one.name.rpartition(".")[2])
+        if len(one.caught) == 1:
+            alone.setdefault(*one.caught, []).append(one.name.rpartition(".")[2])
     lines = [f"{'':46}caught seconds alone"]
     for name in names:
         ran = [one for one in bites if name in one.of_clauses]  # some end before
-        took = [one.of_clauses[name] for one in ran if name not in one.caught_by]
+        took = [one.of_clauses[name] for one in ran if name not in one.caught]
         seconds = statistics.median(took or [0.0])
         lines.append(f"{name:46}{caught[name]:6}{seconds:8.2f} {', '.join(alone.get(name, '-'))}")
-    until = [sum(_until_it_fails(one)) for one in bites if one.caught_by] or [0.0]
+    until = [sum(_until_it_fails(one)) for one in bites if one.caught] or [0.0]
     lines.append(
         f"until a clause fails: {statistics.median(until):.1f} s in the median, "
         f"{statistics.mean(until):.1f} s on average"
@@ -208,7 +204,7 @@ def by_clause(bites: Sequence[Bite]) -> list[str]:
 def _until_it_fails(one: Bite) -> Iterator[float]:
     for clause, seconds in one.of_clauses.items():
         yield seconds
-        if clause in one.caught_by:
+        if clause in one.caught:
             return
 
 
