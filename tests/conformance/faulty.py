@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from genlm.conformance import ConformanceSuite
+from genlm.conformance.report import Verdict, run
 from genlm.conformance.subject import Subject
 from genlm.core import AsyncLM
 from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
@@ -23,6 +24,12 @@ from .mutants.registry import Mutant, Trouble
 #: How long what hangs is waited for, seconds: what does not must not seem to where others use the
 #: machine.
 PATIENCE = 20.0
+
+
+def verdict_on(suite: ConformanceSuite, clause: str) -> Verdict:
+    """What comes of one clause of a suite."""
+    (verdict,) = run(suite, only=lambda name: name == clause).verdicts
+    return verdict
 
 
 class Faulty(ConformanceSuite):

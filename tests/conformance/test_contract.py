@@ -27,7 +27,7 @@ def load() -> Iterator[Callable[..., AsyncLM]]:
     """Makes models over an engine class, and closes them."""
     made: list[AsyncLM] = []
 
-    def load(engine: type[MockEngine], **options: Any) -> AsyncLM:
+    def load(engine: Callable[[ByteTokenizer], MockEngine], **options: Any) -> AsyncLM:
         made.append(AsyncLM(lambda: engine(ByteTokenizer()), backend="faulty", **options))
         return made[-1]
 
@@ -49,6 +49,11 @@ def with_rows(
     return Engine
 
 
+def answering(hook: str, answer: Any) -> type[MockEngine]:
+    """An engine that gives the same answer whatever a hook is asked."""
+    return type("Engine", (MockEngine,), {hook: hookimpl(lambda self: answer)})
+
+
 WRONG = {
     "logsumexp": lambda row: row + 0.5,
     "nan": lambda row: row.index_fill(0, torch.tensor([3]), float("nan")),
@@ -68,9 +73,8 @@ def test_a_wrong_row_is_named_and_fails_alone(load, what, base):
 
     first, error, last = asyncio.run(together())
     hook = "genlm_step" if base is ContinuousMockEngine else "genlm_next_token_logprobs"
-    with pytest.raises(
-        PluginError, match=f"backend 'faulty': {hook} returned .*{what}.*\\(7, 7\\)"
-    ):
+    said = rf"backend 'faulty': {hook} returned .*{what}.*\(7, 7\)"
+    with pytest.raises(PluginError, match=said):
         raise error
     assert isinstance(first, torch.Tensor)
     assert isinstance(last, torch.Tensor)
@@ -104,28 +108,13 @@ def test_rows_of_another_shape(load, part, shape, check):
 )
 @pytest.mark.parametrize("check", [True, False])
 def test_a_wrong_draw(load, drawn, what, check):
-    class Engine(MockEngine):
-        @hookimpl
-        def genlm_sample(self, queries, params):
-            return drawn
+    def padded(tokenizer):
+        engine = answering("genlm_sample", drawn)(tokenizer)
+        engine.vocab_size = 264
+        return engine
 
     with pytest.raises(PluginError, match=f"genlm_sample returned {what}"):
-        asyncio.run(load(Engine, check=check).sample([1], 2, [5]))
-
-
-@pytest.mark.parametrize("check", [True, False])
-def test_a_draw_of_padding(load, check):
-    class Engine(MockEngine):
-        def __init__(self, *given):
-            super().__init__(*given)
-            self.vocab_size = 264
-
-        @hookimpl
-        def genlm_sample(self, queries, params):
-            return [[258]]
-
-    with pytest.raises(PluginError, match="the token id 258; the model has ids 0 to 257"):
-        asyncio.run(load(Engine, check=check).sample([1], 2, [5]))
+        asyncio.run(load(padded, check=check).sample([1], 2, [5]))
 
 
 @pytest.mark.parametrize(
@@ -140,13 +129,9 @@ def test_a_draw_of_padding(load, check):
 )
 @pytest.mark.parametrize("check", [True, None])  # the first ones are looked at without being asked
 def test_a_wrong_score(load, score, what, check):
-    class Engine(MockEngine):
-        @hookimpl
-        def genlm_sequence_logprobs(self, queries, continuations):
-            return [score]
-
+    engine = answering("genlm_sequence_logprobs", [score])
     with pytest.raises(PluginError, match=f"genlm_sequence_logprobs returned {what}"):
-        load(Engine, check=check).sequence_logprobs_sync([1], [2])
+        load(engine, check=check).sequence_logprobs_sync([1], [2])
 
 
 @pytest.mark.parametrize("base", [MockEngine, ContinuousMockEngine])
@@ -168,15 +153,9 @@ def test_what_is_declined_is_made_from_rows(load, base):
 
 
 def test_a_hook_that_returns_what_it_should_not(load):
-    class Engine(MockEngine):
-        @hookimpl
-        def genlm_add_lora(self, adapter):
-            return "loaded"
-
-    with pytest.raises(
-        PluginError, match="genlm_add_lora returned 'loaded'; expected True, for Adapter"
-    ):
-        load(Engine, check=True).add_new_lora("path", "a")
+    said = "genlm_add_lora returned 'loaded'; expected True, for Adapter"
+    with pytest.raises(PluginError, match=said):
+        load(answering("genlm_add_lora", "loaded"), check=True).add_new_lora("path", "a")
 
 
 # --- without the option ---------------------------------------------------------------------------

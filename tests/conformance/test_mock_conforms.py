@@ -3,7 +3,7 @@ engine."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -14,47 +14,32 @@ from .mutants.registry import Trouble
 
 pytestmark = pytest.mark.any_version
 
-ADAPTERS = {"a": "first-adapter", "b": "second-adapter"}  # the mock takes any path
-OPTIONS = {"max_context": 64}
-CONTINUOUS = {**OPTIONS, "continuous": True, "steps": 3}
+TROUBLE = Trouble()
+CONTINUOUS = {"max_context": 64, "continuous": True, "steps": 3, "fail_on": TROUBLE}
 
 
-class Mock(ConformanceSuite):
-    __test__ = False
-    backend = "mock"
-    model = "mock"
-    adapters = ADAPTERS
-    trouble: Trouble
+class TestMock(ConformanceSuite):
+    backend = model = "mock"
+    adapters: ClassVar = {"a": "first-adapter", "b": "second-adapter"}  # the mock takes any path
+    options: ClassVar = {"max_context": 64, "fail_on": TROUBLE}
 
     def fail_inside(self, lm: AsyncLM) -> Any:
-        return self.trouble.during
+        return TROUBLE.during
 
 
-class TestMock(Mock):
-    __test__ = True
-    trouble = Trouble()
-    options = {**OPTIONS, "fail_on": trouble}  # noqa: RUF012
+class TestContinuousMock(TestMock):
+    options: ClassVar = CONTINUOUS
 
 
-class TestContinuousMock(Mock):
-    __test__ = True
-    trouble = Trouble()
-    options = {**CONTINUOUS, "fail_on": trouble}  # noqa: RUF012
-
-
-class TestLongMock(Mock):
+class TestLongMock(TestMock):
     """Without a limit: contexts of a thousand tokens."""
 
-    __test__ = True
-    trouble = Trouble()
     effort = 0.1
-    options = {"fail_on": trouble}  # noqa: RUF012
+    options: ClassVar = {"fail_on": TROUBLE}
 
 
-class TestWokenMock(Mock):
+class TestWokenMock(TestMock):
     """A newcomer ends a call that has answered nothing yet, and the next one answers all rows."""
 
-    __test__ = True
-    trouble = Trouble()
     effort = 0.1
-    options = {**CONTINUOUS, "steps": 1, "delay": 1e-4, "fail_on": trouble}  # noqa: RUF012
+    options: ClassVar = {**CONTINUOUS, "steps": 1, "delay": 1e-4}

@@ -12,9 +12,8 @@ import structlog
 
 from genlm.conformance import ConformanceSuite, Violation
 from genlm.conformance.report import run
-from genlm.core.mock import MockEngine
 
-from .faulty import OfTheMock, of_a_mutant
+from .faulty import of_a_mutant, verdict_on
 from .mutants import MUTANTS
 
 pytestmark = pytest.mark.any_version
@@ -71,30 +70,27 @@ def genlm_load(model, options):
     return mock.MockEngine(mock.ByteTokenizer())
 """
 
-
-def test_an_unknown_option_that_is_accepted(install) -> None:
-    install("accepting", ACCEPTING)
-    suite = ConformanceSuite()
-    suite.backend = "accepting"
-    suite.model = "mock"
-    (clause,) = run(suite, only=lambda clause: clause == "unknown_option_is_refused").failed
-    assert "no_such_option=1 was accepted" in clause.detail
-
-
 IMPATIENT = """
 import torch
 from genlm.core.mock import genlm_backend_info, genlm_load
 """
 
 
-def test_import_of_an_engine_with_the_plugin(install) -> None:
-    install("impatient", IMPATIENT)
-    suite = OfTheMock(MockEngine, effort=0.1)
-    suite.backend = "impatient"
-    (clause,) = run(
-        suite, only=lambda clause: clause == "import_of_plugin_imports_no_engine"
-    ).failed
-    assert "imports torch" in clause.detail
+@pytest.mark.parametrize(
+    ("source", "clause", "said"),
+    [
+        (ACCEPTING, "unknown_option_is_refused", "no_such_option=1 was accepted"),
+        (IMPATIENT, "import_of_plugin_imports_no_engine", "imports torch"),
+    ],
+    ids=["accepting", "impatient"],
+)
+def test_a_fault_of_the_plugins_module(install, source: str, clause: str, said: str) -> None:
+    install("faulty", source)
+    suite = ConformanceSuite()
+    suite.backend, suite.model = "faulty", "mock"
+    verdict = verdict_on(suite, clause)
+    assert verdict.status == "failed"
+    assert said in verdict.detail
 
 
 class Deleted(ConformanceSuite):

@@ -20,7 +20,7 @@ from genlm.conformance.subject import Subject
 from genlm.core import Query, hookimpl
 from genlm.core.mock import MockEngine
 
-from .faulty import OfTheMock
+from .faulty import OfTheMock, verdict_on
 
 pytestmark = pytest.mark.any_version
 
@@ -112,7 +112,8 @@ class Raises(MockEngine):
 
 
 def test_an_exception_of_the_engines_own_code_says_where_it_was_raised() -> None:
-    (verdict,) = run(OfTheMock(Raises, 0.1), only=lambda name: name == "large_batch").failed
+    verdict = verdict_on(OfTheMock(Raises, 0.1), "large_batch")
+    assert verdict.status == "failed"
     assert "raised by the engine's own code, in genlm_next_token_logprobs: " in verdict.detail
     assert __file__ in verdict.detail
     assert "in look_up" in verdict.detail
@@ -166,8 +167,8 @@ class ScoresWrongly(MockEngine):
 
 
 def test_scores_that_are_not_asked_for_are_not_said_to_be_right() -> None:
-    suite = OfTheMock(ScoresWrongly, 0.1)
-    (verdict,) = run(suite, only=lambda name: name == "scores_together").skipped
+    verdict = verdict_on(OfTheMock(ScoresWrongly, 0.1), "scores_together")
+    assert verdict.status == "skipped"
     assert "scores were made from rows" in verdict.detail
 
 
@@ -179,8 +180,8 @@ class OfTheMockWithWideRows(OfTheMock):
 
 
 def test_reference_rows_that_are_too_wide_are_not_taken_for_a_fault_of_the_engine() -> None:
-    suite = OfTheMockWithWideRows(MockEngine, 0.1)
-    (verdict,) = run(suite, only=lambda name: name == "cold_rows_are_the_reference").failed
+    verdict = verdict_on(OfTheMockWithWideRows(MockEngine, 0.1), "cold_rows_are_the_reference")
+    assert verdict.status == "failed"
     assert "the reference row of [" in verdict.detail
     assert "has the shape (300,), not (258,)" in verdict.detail
 
@@ -204,9 +205,8 @@ def test_what_goes_soon_after_a_model_is_closed_is_not_left(
             event.set()
 
     monkeypatch.setattr(time, "sleep", some_time_passes)
-    wanted = "nothing_is_left_after_close"
-    report = run(OfTheMock(EndsLater, 0.1), only=lambda name: name == wanted)
-    assert [verdict.status for verdict in report.verdicts] == ["passed"]
+    verdict = verdict_on(OfTheMock(EndsLater, 0.1), "nothing_is_left_after_close")
+    assert verdict.status == "passed"
     under_test, *further = EndsLater.may_end
     under_test.set()
     assert len(further) == 1, "its first use was not taken as well"
