@@ -115,8 +115,8 @@ def _explained(model: str) -> Iterator[None]:
         said = " ".join(describe_error(error).split())
         if "failed to be inspected" in said and find_spec("torchvision") is None:
             said = (
-                "vLLM's code of models that also see needs torchvision, which is not installed; "
-                f"install the build that belongs to this torch ({version('torch')}), if it is that"
+                "it cannot look at its own code; that of models that also see needs torchvision, "
+                f"which is missing: install the build that belongs to torch {version('torch')}"
             )
         raise EngineError(
             f'vLLM cannot serve the model {model!r} here ({said:.400}); load it with backend="hf"'
