@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,15 @@ def gathered(*asked: Coroutine[Any, Any, Any]) -> list[Any]:
         return await asyncio.wait_for(outcomes, PATIENCE)
 
     return asyncio.run(together())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """A test that is a coroutine runs in an event loop of its own."""
+    test = pyfuncitem.obj
+    if inspect.iscoroutinefunction(test):
+        pyfuncitem.obj = lambda **fixtures: asyncio.run(test(**fixtures))
+    return (yield)
 
 
 @pytest.fixture

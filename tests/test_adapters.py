@@ -43,17 +43,13 @@ def test_what_others_have_cached_stays_when_an_adapter_goes(lm, gate):
     assert gate.batches == [[(1,)]]
 
 
-def test_what_was_asked_before_a_rebinding_is_answered_by_the_old_adapter(mock):
+async def test_what_was_asked_before_a_rebinding_is_answered_by_the_old_adapter(mock):
     lm = mock()
     lm.add_new_lora("path/old", "a")
-
-    async def ask():
-        asked = asyncio.ensure_future(lm.next_token_logprobs([1], lora_name="a"))
-        await asyncio.sleep(0)  # asked, but still gathering
-        lm.add_new_lora("path/new", "a")
-        return await asked
-
-    assert torch.equal(asyncio.run(ask()), expected([1], "path/old"))
+    asked = asyncio.ensure_future(lm.next_token_logprobs([1], lora_name="a"))
+    await asyncio.sleep(0)  # asked, but still gathering
+    lm.add_new_lora("path/new", "a")
+    assert torch.equal(await asked, expected([1], "path/old"))
 
 
 def test_versions_start_at_one_and_are_never_used_again():
@@ -192,13 +188,12 @@ def test_no_prefix_of_an_adapter_removed_meanwhile_is_pinned():
     assert engine.asked_to_pin == []
 
 
-def test_a_draw_whose_adapter_is_removed_meanwhile_is_an_error(lm):
-    async def draw():
-        async for _ in lm.stream([1], 3, eos_token_ids=[], lora_name="a"):
-            await asyncio.to_thread(lm.remove_lora, "a")
-
+async def test_a_draw_whose_adapter_is_removed_meanwhile_is_an_error(lm):
+    stream = lm.stream([1], 3, eos_token_ids=[], lora_name="a")
+    await anext(stream)
+    await asyncio.to_thread(lm.remove_lora, "a")
     with pytest.raises(UnknownAdapterError, match="was removed or bound again while"):
-        asyncio.run(draw())
+        await anext(stream)
 
 
 def test_a_removed_adapter_leaves_the_engine():

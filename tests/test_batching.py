@@ -20,23 +20,18 @@ from .conftest import busy, gathered
 pytestmark = pytest.mark.any_version
 
 
-def test_coroutines_that_ask_a_few_passes_apart_share_a_batch(mock, gate):
-    lm = mock()
-
-    async def ask():  # each pass of the loop adds a request, so the batch stays open
-        asked = []
-        for i in range(5):
-            asked.append(asyncio.ensure_future(lm.next_token_logprobs([i, i])))
-            await asyncio.sleep(0)
-        lm.next_token_logprobs_sync([9])  # what had left already would be there before it
-        await asyncio.gather(*asked)
-
-    asyncio.run(ask())
+async def test_coroutines_that_ask_a_few_passes_apart_share_a_batch(mock, gate):
+    lm, asked = mock(), []
+    for i in range(5):  # each pass of the loop adds a request, so the batch stays open
+        asked.append(asyncio.ensure_future(lm.next_token_logprobs([i, i])))
+        await asyncio.sleep(0)
+    lm.next_token_logprobs_sync([9])  # what had left already would be there before it
+    await asyncio.gather(*asked)
     assert [len(batch) for batch in gate.batches] == [1, 5]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks need Python 3.12")
-def test_tasks_that_begin_at_once_share_a_batch(mock, gate):
+async def test_tasks_that_begin_at_once_share_a_batch(mock, gate):
     lm = mock()
 
     async def particle(first):
@@ -44,66 +39,48 @@ def test_tasks_that_begin_at_once_share_a_batch(mock, gate):
         for _ in range(3):
             context = context.extend(int((await lm.next_token_logprobs(context)).argmax()))
 
-    async def ask():
-        asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)
-        await asyncio.gather(*map(particle, range(5)))
-
-    asyncio.run(ask())
+    asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)
+    await asyncio.gather(*map(particle, range(5)))
     assert [len(batch) for batch in gate.batches] == [5] * 3
 
 
 @pytest.mark.parametrize(("options", "passes"), [({"batch_size": 8}, 9), ({}, 200)])
-def test_a_loop_that_asks_something_new_in_every_pass_gets_batches(mock, gate, options, passes):
-    lm = mock(**options)
-
-    async def ask():
-        asked = []
-        for i in range(passes):
-            asked.append(asyncio.ensure_future(lm.next_token_logprobs([i])))
-            await asyncio.sleep(0)
-        gate.wait_entered()  # without another pass
-        await asyncio.gather(*asked)
-
-    asyncio.run(ask())
+async def test_a_loop_that_asks_something_new_in_every_pass_gets_batches(
+    mock, gate, options, passes
+):
+    lm, asked = mock(**options), []
+    for i in range(passes):
+        asked.append(asyncio.ensure_future(lm.next_token_logprobs([i])))
+        await asyncio.sleep(0)
+    gate.wait_entered()  # without another pass
+    await asyncio.gather(*asked)
 
 
 @pytest.mark.parametrize("options", [{}, {"continuous": True, "steps": 1}])
-def test_while_the_engine_works_requests_queue_and_then_go_together(mock, gate, options):
+async def test_while_the_engine_works_requests_queue_and_then_go_together(mock, gate, options):
     lm = mock(**options)
-
-    async def ask():
-        first = await busy(lm, gate, [0])
-        others = await started(*(lm.next_token_logprobs([i]) for i in range(1, 10)))
-        gate.open()
-        await asyncio.gather(first, *others)
-
-    asyncio.run(ask())
+    first = await busy(lm, gate, [0])
+    others = await started(*(lm.next_token_logprobs([i]) for i in range(1, 10)))
+    gate.open()
+    await asyncio.gather(first, *others)
     assert [len(batch) for batch in gate.batches] == [1, 9]
 
 
-def test_newcomers_join_a_continuous_engine_between_its_steps(mock, gate):
+async def test_newcomers_join_a_continuous_engine_between_its_steps(mock, gate):
     lm = mock(continuous=True, steps=3)
-
-    async def ask():
-        first = await busy(lm, gate, [0])
-        (second,) = await started(lm.next_token_logprobs([1]))
-        gate.open()
-        await asyncio.gather(first, second)
-
-    asyncio.run(ask())
+    first = await busy(lm, gate, [0])
+    (second,) = await started(lm.next_token_logprobs([1]))
+    gate.open()
+    await asyncio.gather(first, second)
     assert gate.batches == [[(0,)], [(0,), (1,)], [(0,), (1,)], [(1,)]]
 
 
-def test_a_request_equal_to_one_under_way_is_answered_from_its_row(mock, gate):
+async def test_a_request_equal_to_one_under_way_is_answered_from_its_row(mock, gate):
     lm = mock()
-
-    async def ask():
-        first = await busy(lm, gate, [1])
-        (second,) = await started(lm.next_token_logprobs([1]))
-        gate.open()
-        return await asyncio.gather(first, second)
-
-    assert torch.equal(*asyncio.run(ask()))
+    first = await busy(lm, gate, [1])
+    (second,) = await started(lm.next_token_logprobs([1]))
+    gate.open()
+    assert torch.equal(await first, await second)
     assert gate.batches == [[(1,)]]
     assert (lm.stats.requests, lm.stats.rows, lm.stats.cache_hits) == (2, 1, 1)
 
@@ -197,16 +174,10 @@ def test_a_loop_whose_requests_were_withdrawn_has_nothing_left_to_do(mock):
         runner.run(ask())
 
 
-class Elsewhere(MockEngine):
-    device = "meta"
-
-
-def test_an_empty_batch_is_on_the_device_of_the_engine():
-    with AsyncLM(lambda: Elsewhere(ByteTokenizer()), backend="mock") as lm:
-        assert lm.batch_next_token_logprobs_sync([]).device.type == "meta"
-
-
 def test_an_empty_batch(mock):
+    class Elsewhere(MockEngine):
+        device = "meta"
+
     lm = mock()
     assert asyncio.run(lm.batch_sample([], 3, [])) == []
     torch.set_default_dtype(torch.float64)
@@ -215,6 +186,8 @@ def test_an_empty_batch(mock):
     finally:
         torch.set_default_dtype(torch.float32)
     assert (rows.shape, rows.dtype) == ((0, 258), torch.float32)
+    with AsyncLM(lambda: Elsewhere(ByteTokenizer()), backend="mock") as lm:
+        assert lm.batch_next_token_logprobs_sync([]).device.type == "meta"
 
 
 def test_stats_add_up(mock):

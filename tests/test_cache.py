@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import numpy as np
@@ -121,17 +120,13 @@ def test_an_uncached_request_bypasses_the_cache_both_ways(mock, gate):
     assert len(gate.batches) == 5
 
 
-def test_clearing_while_a_batch_is_under_way_keeps_its_rows_out(mock, gate):
+async def test_clearing_while_a_batch_is_under_way_keeps_its_rows_out(mock, gate):
     lm = mock()
-
-    async def ask():
-        asked = await busy(lm, gate, [1])
-        lm.clear_cache()
-        gate.open()
-        await asked
-        await lm.next_token_logprobs([1])
-
-    asyncio.run(ask())
+    asked = await busy(lm, gate, [1])
+    lm.clear_cache()
+    gate.open()
+    await asked
+    await lm.next_token_logprobs([1])
     assert len(gate.batches) == 2
 
 

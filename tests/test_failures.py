@@ -29,23 +29,19 @@ both = pytest.mark.parametrize("continuous", [False, True])
 
 
 @both
-def test_who_has_gone_is_counted_and_reaches_no_engine(mock, gate, continuous):
+async def test_who_has_gone_is_counted_and_reaches_no_engine(mock, gate, continuous):
     lm = mock(continuous=continuous)
-
-    async def ask():
-        blocker = await busy(lm, gate, [0])
-        *gone, left = await started(
-            *map(lm.next_token_logprobs, [[9], [9], [1, 2]]),
-            lm.batch_next_token_logprobs([[9, i] for i in range(3)]),
-            lm.next_token_logprobs([1, 2]),
-        )
-        for task in gone:
-            task.cancel()
-        await submitted()
-        gate.open()
-        await asyncio.gather(blocker, left)
-
-    asyncio.run(ask())
+    blocker = await busy(lm, gate, [0])
+    *gone, left = await started(
+        *map(lm.next_token_logprobs, [[9], [9], [1, 2]]),
+        lm.batch_next_token_logprobs([[9, i] for i in range(3)]),
+        lm.next_token_logprobs([1, 2]),
+    )
+    for task in gone:
+        task.cancel()
+    await submitted()
+    gate.open()
+    await asyncio.gather(blocker, left)
     lm.clear_kv_cache()  # waits until what was asked before it has been looked at
     assert not any(ids[0] == 9 for batch in gate.batches for ids in batch)
     assert lm.stats.cancelled == 6
@@ -94,16 +90,13 @@ def test_what_is_no_ordinary_error_is_the_end_of_the_engine(mock, error, said):
 
 
 @both
-def test_a_dead_engine_fails_everything_and_refuses_new_work(mock, gate, continuous):
+async def test_a_dead_engine_fails_everything_and_refuses_new_work(mock, gate, continuous):
     lm = mock(die_on=lambda query: query.token_ids == (13,), continuous=continuous)
-
-    async def ask():
-        blocker = await busy(lm, gate, [13])
-        queued = await started(*(lm.next_token_logprobs([i]) for i in range(3)))
-        gate.open()
-        return await asyncio.gather(blocker, *queued, return_exceptions=True)
-
-    assert [type(error) for error in asyncio.run(ask())] == [EngineDeadError] * 4
+    blocker = await busy(lm, gate, [13])
+    queued = await started(*(lm.next_token_logprobs([i]) for i in range(3)))
+    gate.open()
+    errors = await asyncio.gather(blocker, *queued, return_exceptions=True)
+    assert [type(error) for error in errors] == [EngineDeadError] * 4
     for _ in range(2):
         with pytest.raises(EngineDeadError, match="told to die"):
             lm.next_token_logprobs_sync([1])
@@ -136,12 +129,8 @@ def test_an_error_keeps_nothing_of_what_was_being_computed(mock, continuous):
         if any(query.token_ids == (13,) for query in queries):
             raise RuntimeError("memory ran out")
 
-    async def asked(lm):
-        rows = (lm.next_token_logprobs([i]) for i in range(10, 16))
-        return await asyncio.gather(*rows, return_exceptions=True)
-
     lm = mock(continuous=continuous, on_batch=evaluate)
-    kept = asyncio.run(asked(lm))
+    kept = gathered(*(lm.next_token_logprobs([i]) for i in range(10, 16)))
     lm.next_token_logprobs_sync([1])
     assert [type(each) for each in kept].count(EngineError) == 1
     assert len(computed) > 3
@@ -204,22 +193,17 @@ def test_a_hook_that_asks_its_own_model_gets_an_error_instead_of_a_deadlock(mock
     lm.next_token_logprobs_sync([1])
 
 
-def test_what_a_hook_begins_elsewhere_may_ask_its_model(mock):
+async def test_what_a_hook_begins_elsewhere_may_ask_its_model(mock):
     """The hook does not wait for it."""
-    begun = []
+    begun, loop = [], asyncio.get_running_loop()
 
-    async def ask():
-        loop = asyncio.get_running_loop()
+    def begin(queries):
+        if not begun:
+            begun.append(asyncio.run_coroutine_threadsafe(lm.next_token_logprobs([2]), loop))
 
-        def begin(queries):
-            if not begun:
-                begun.append(asyncio.run_coroutine_threadsafe(lm.next_token_logprobs([2]), loop))
-
-        lm = mock(on_batch=begin)
-        await lm.next_token_logprobs([1])
-        return await asyncio.wrap_future(begun[0])
-
-    assert asyncio.run(ask()).shape == (258,)
+    lm = mock(on_batch=begin)
+    await lm.next_token_logprobs([1])
+    assert (await asyncio.wrap_future(begun[0])).shape == (258,)
 
 
 class Meanwhile:
@@ -395,20 +379,16 @@ def test_a_draw_that_is_interrupted_before_it_begins_asks_nothing(mock, gate, mo
 
 
 @both
-def test_where_several_rows_of_a_call_fail_one_error_is_raised_and_nobody_hears_of_the_others(
+async def test_where_several_rows_of_a_call_fail_one_error_is_raised_and_nobody_hears_of_the_others(
     mock, continuous
 ):
     lm = mock(fail_on=lambda query: query.token_ids[0] > 1, continuous=continuous)
     complaints = []
-
-    async def ask():
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, about: complaints.append(about))
-        with pytest.raises(EngineError, match="the context"):
-            await lm.batch_next_token_logprobs([[1], [2], [3], [0]])
-        assert (await lm.batch_next_token_logprobs([[0], [1]])).shape == (2, 258)
-
-    asyncio.run(ask())
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, about: complaints.append(about))
+    with pytest.raises(EngineError, match="the context"):
+        await lm.batch_next_token_logprobs([[1], [2], [3], [0]])
+    assert (await lm.batch_next_token_logprobs([[0], [1]])).shape == (2, 258)
     gc.collect()
     assert complaints == []
 

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from genlm.core import AsyncLM, EngineError, InvalidQueryError, SamplingParams, drawer, hookimpl
+from genlm.core import AsyncLM, EngineError, InvalidQueryError, SamplingParams, drawer
 from genlm.core.drawer import TokenDrawer, draw_together
 from genlm.core.generation import PREFIXES
 from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.sampling import seed_of
 from tools.launched import Launched
+
+from .conftest import gathered
+from .doubles import Processor
 
 
 @pytest.mark.parametrize(
@@ -162,32 +165,26 @@ def test_gathered_draws_are_made_together(mock, monkeypatch):
             raise MemoryError
         return draw_together(drawers, rows)
 
-    class NoMass:
-        @hookimpl
-        def genlm_process_logprobs(self, queries, rows):
-            for query, row in zip(queries, rows, strict=True):
-                if query.token_ids == (3,):
-                    row[:] = -math.inf
-            return rows
+    def no_mass_after_3(queries, rows):
+        rows[[query.token_ids == (3,) for query in queries]] = -math.inf
+        return rows
 
-    async def gathered(lm):
-        asked = [lm.sample([i], 2, [], seed=i) for i in range(8)]
-        return await asyncio.gather(*asked, return_exceptions=True)
+    def drawn():
+        lm = mock(wrappers=[Processor(no_mass_after_3)])
+        return gathered(*(lm.sample([i], 2, [], seed=i) for i in range(8)))
 
-    lm = mock(wrappers=[NoMass()])
-    expected = asyncio.run(gathered(lm))
+    expected = drawn()
     assert [i for i, one in enumerate(expected) if isinstance(one, EngineError)] == [3]
-    lm = mock(wrappers=[NoMass()])
     monkeypatch.setattr(drawer, "draw_together", draw)
-    assert asyncio.run(gathered(lm))[4:] == expected[4:]
+    assert drawn()[4:] == expected[4:]
     assert calls == [8, *[1] * 8, 7]
 
 
-def test_what_fails_for_some_options_is_drawn_again_by_the_same_numbers(mock, monkeypatch):
+async def test_what_fails_for_some_options_is_drawn_again_by_the_same_numbers(mock, monkeypatch):
     """Also the draws with other options, which had succeeded, count once."""
     hows = [{}, {"top_k": 20}]
 
-    async def gathered():
+    async def drawn():
         lm = mock()
         asked = [lm.sample_particles([1], 1, 3, eos_token_ids=[], seed=5, **how) for how in hows]
         return await asyncio.gather(*asked)
@@ -199,9 +196,9 @@ def test_what_fails_for_some_options_is_drawn_again_by_the_same_numbers(mock, mo
         return own(*args)
 
     calls, own = [], drawer._drawn
-    expected = asyncio.run(gathered())
+    expected = await drawn()
     monkeypatch.setattr(drawer, "_drawn", failing_second)
-    assert asyncio.run(gathered()) == expected
+    assert await drawn() == expected
 
 
 # --- filters --------------------------------------------------------------------------------------

@@ -19,58 +19,46 @@ async def collected(lm: MockAsyncLM, *arguments, **options) -> list[int]:
     return [token_id async for token_id in lm.stream(*arguments, **options)]
 
 
-def test_a_stream_gives_what_sample_gives(mock, monkeypatch) -> None:
+async def test_a_stream_gives_what_sample_gives(mock, monkeypatch) -> None:
     monkeypatch.delattr(MockEngine, "genlm_sample")
     lm = mock()
-    expected = lm.sample_sync([1, 2], 40, range(30), **HOW)
+    expected = await lm.sample([1, 2], 40, range(30), **HOW)
     assert 0 < len(expected) < 40  # one of these ended it, and is left out
-    streamed = asyncio.run(collected(lm, [1, 2], 40, eos_token_ids=range(30), **HOW))
-    assert streamed == expected
-    assert asyncio.run(collected(lm, lm.context([1, 2]), 0)) == []
+    assert await collected(lm, [1, 2], 40, eos_token_ids=range(30), **HOW) == expected
+    assert await collected(lm, lm.context([1, 2]), 0) == []
 
 
-def test_a_token_comes_before_the_next_one_is_asked_for(mock, gate: Gate) -> None:
-    lm = mock()
-
-    async def two() -> None:
-        stream = lm.stream([1], 2, eos_token_ids=[])
+async def test_a_token_comes_before_the_next_one_is_asked_for(mock, gate: Gate) -> None:
+    stream = mock().stream([1], 2, eos_token_ids=[])
+    await anext(stream)
+    assert gate.batches == [[(1,)]]
+    await anext(stream)
+    assert len(gate.batches) == 2
+    with pytest.raises(StopAsyncIteration):
         await anext(stream)
-        assert gate.batches == [[(1,)]]
-        await anext(stream)
-        assert len(gate.batches) == 2
-        with pytest.raises(StopAsyncIteration):
-            await anext(stream)
-
-    asyncio.run(two())
 
 
-def test_a_loop_that_is_cancelled_lets_go_of_what_it_has_asked(mock, gate: Gate) -> None:
+async def test_a_loop_that_is_cancelled_lets_go_of_what_it_has_asked(mock, gate: Gate) -> None:
     lm = mock(continuous=True, steps=3)
-
-    async def cancelled() -> None:
-        gate.shut()
-        streaming = asyncio.ensure_future(collected(lm, [1], 5))
-        await asyncio.to_thread(gate.wait_entered)
-        streaming.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await streaming
-        gate.open()
-        await lm.next_token_logprobs([3])
-
-    asyncio.run(cancelled())
+    gate.shut()
+    streaming = asyncio.ensure_future(collected(lm, [1], 5))
+    await asyncio.to_thread(gate.wait_entered)
+    streaming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await streaming
+    gate.open()
+    await lm.next_token_logprobs([3])
     assert lm.stats.cancelled == 1
     assert gate.batches == [[(1,)], [(3,)], [(3,)], [(3,)]]
 
 
 @pytest.mark.parametrize("read", [0, 1, 3])
-def test_a_stream_can_be_closed_at_any_place(mock, read: int) -> None:
-    async def closed(stream) -> None:
-        async with contextlib.aclosing(stream):
-            assert [await anext(stream, None) for _ in range(read)].count(None) == max(0, read - 2)
-        await stream.aclose()
-        assert [token_id async for token_id in stream] == []
-
-    asyncio.run(closed(mock().stream([1], 2, eos_token_ids=[])))
+async def test_a_stream_can_be_closed_at_any_place(mock, read: int) -> None:
+    stream = mock().stream([1], 2, eos_token_ids=[])
+    async with contextlib.aclosing(stream):
+        assert [await anext(stream, None) for _ in range(read)].count(None) == max(0, read - 2)
+    await stream.aclose()
+    assert [token_id async for token_id in stream] == []
 
 
 def test_a_stream_checks_before_it_is_read(mock) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -256,17 +255,13 @@ def test_the_end_of_a_text_is_also_what_the_engine_says():
 # --- the blocking siblings ------------------------------------------------------------------------
 
 
-def test_blocking_siblings_answer_the_same_also_inside_a_running_loop(mock):
+async def test_blocking_siblings_answer_the_same_also_inside_a_running_loop(mock):
     lm = mock()
-
-    async def both():
-        assert lm.sample_sync([1], 5, [], seed=3) == await lm.sample([1], 5, [], seed=3)
-        drawn = await lm.batch_sample([[1], [2]], 5, [], seed=3)
-        assert lm.batch_sample_sync([[1], [2]], 5, [], seed=3) == drawn
-        scores = await lm.sequence_logprobs([1], [2, 3])
-        assert torch.equal(lm.sequence_logprobs_sync([1], [2, 3]), scores)
-
-    asyncio.run(both())
+    assert lm.sample_sync([1], 5, [], seed=3) == await lm.sample([1], 5, [], seed=3)
+    drawn = await lm.batch_sample([[1], [2]], 5, [], seed=3)
+    assert lm.batch_sample_sync([[1], [2]], 5, [], seed=3) == drawn
+    scores = await lm.sequence_logprobs([1], [2, 3])
+    assert torch.equal(lm.sequence_logprobs_sync([1], [2, 3]), scores)
 
 
 @pytest.mark.filterwarnings("error")  # of a coroutine that nobody awaits

@@ -65,25 +65,19 @@ def test_requests_batches_stages_and_hits(mock, path):
         assert phases == {"b": 1, "e": 1}
 
 
-def test_how_a_request_ended(mock, gate, path):
+async def test_how_a_request_ended(mock, gate, path):
     lm = mock(fail_on=lambda query: query.token_ids == (7,))
     with lm.trace(path):
         with pytest.raises(EngineError):
             lm.next_token_logprobs_sync([7])
-
-        async def cancel():
-            gate.wait_entered()  # the batch before
-            asked = await busy(lm, gate, [1])
-            asked.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asked
-            gate.open()
-
-        asyncio.run(cancel())
-    assert [event["args"]["end"] for event in named(recorded(path), "request", "e")] == [
-        "EngineError",
-        "cancelled",
-    ]
+        gate.wait_entered()  # the batch before
+        asked = await busy(lm, gate, [1])
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        gate.open()
+    ends = [event["args"]["end"] for event in named(recorded(path), "request", "e")]
+    assert ends == ["EngineError", "cancelled"]
 
 
 def test_a_trace_needs_a_path(mock):
