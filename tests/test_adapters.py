@@ -52,12 +52,6 @@ async def test_what_was_asked_before_a_rebinding_is_answered_by_the_old_adapter(
     assert torch.equal(await asked, expected([1], "path/old"))
 
 
-def test_versions_start_at_one_and_are_never_used_again():
-    """Engines take 0 for the base model."""
-    adapters = AdapterRegistry()
-    assert [adapters.new("a", "path/a").version for _ in range(3)] == [1, 2, 3]
-
-
 def test_a_removed_default_is_an_error_not_the_base_model(lm):
     lm.set_lora("a")
     assert torch.equal(lm.next_token_logprobs_sync([1]), expected([1], "path/a"))
@@ -143,10 +137,11 @@ def test_what_cannot_be_the_name_of_an_adapter(mock, name):
         mock().add_new_lora("path", name)
 
 
-def test_the_path_of_an_adapter():
+def test_the_path_and_the_version_of_an_adapter():
+    """Engines take version 0 for the base model."""
     registry = AdapterRegistry()
-    for path in ("path/a", b"path/a", Path("path/a")):
-        assert registry.new("a", path).path == "path/a"
+    made = [registry.new("a", path) for path in ("path/a", b"path/a", Path("path/a"))]
+    assert [(each.path, each.version) for each in made] == [("path/a", n) for n in (1, 2, 3)]
     with pytest.raises(InvalidOptionError, match=r"must be a string or a pathlib.Path; got None"):
         registry.new("a", None)
 

@@ -121,16 +121,13 @@ def test_what_is_new_is_checked(mock):
         mock().context([])
 
 
-@pytest.mark.parametrize("context", [Context((300,), 1000), Context((300,)), Context(())])
+@pytest.mark.parametrize(
+    "context",
+    [Context((300,), 1000), Context((300,)), Context(()), Context((1, 2), 258).first(0)],
+)
 def test_a_context_that_was_not_checked_for_this_model_is_checked_again(mock, context):
     with pytest.raises(InvalidQueryError, match=r"300 at position 0|is empty"):
         mock().next_token_logprobs_sync(context)
-
-
-def test_none_of_the_first_tokens_is_an_empty_context(mock):
-    lm = mock()
-    with pytest.raises(InvalidQueryError, match="the context is empty"):
-        lm.next_token_logprobs_sync(lm.context([1, 2]).first(0))
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -20,7 +20,7 @@ from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.runtime.askers import ASKING, Asker
 
 from .conftest import PATIENCE, busy, gathered
-from .doubles import Unshowable
+from .doubles import Processor, Unshowable
 from .lines import in_time
 
 pytestmark = pytest.mark.any_version
@@ -139,13 +139,12 @@ def test_an_error_keeps_nothing_of_what_was_being_computed(mock, continuous):
 
 
 def test_the_author_of_a_hook_can_look_into_its_calls(mock):
-    class Wrong:
-        @hookimpl
-        def genlm_process_logprobs(self, rows):
-            found = 7
-            raise ValueError(f"{found} is wrong")
+    def wrong(queries, rows):
+        found = 7
+        raise ValueError(f"{found} is wrong")
 
-    with mock(wrappers=[Wrong()]) as lm, pytest.raises(PluginError, match="7 is wrong") as raised:
+    lm = mock(wrappers=[Processor(wrong)])
+    with pytest.raises(PluginError, match="7 is wrong") as raised:
         lm.next_token_logprobs_sync([1])
     *_, (frame, _) = traceback.walk_tb(raised.value.__cause__.__traceback__)
     assert frame.f_locals["found"] == 7

@@ -30,7 +30,7 @@ from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.runtime import batcher as module
 from genlm.core.runtime.batcher import Batcher, Executor
 
-from .conftest import PATIENCE, busy, run_python
+from .conftest import PATIENCE, busy, gathered, run_python
 from .lines import before_line, in_time
 
 pytestmark = pytest.mark.any_version
@@ -119,15 +119,11 @@ def test_a_step_of_many_is_not_searched_for_garbage(default_collector):
         try:
             for n in range(5):
                 contexts = [lm.context([n, at % 256, at // 256]) for at in range(1000)]
-                asyncio.run(asked_together(lm, contexts))
+                gathered(*map(lm.next_token_logprobs, contexts))
         finally:
             gc.callbacks.pop()
     assert not searched
     assert gc.get_threshold() == default_collector
-
-
-async def asked_together(lm, contexts):
-    return await asyncio.gather(*map(lm.next_token_logprobs, contexts))
 
 
 @pytest.mark.parametrize("given", [(0, 10, 10), (200_000, 10, 10)])
@@ -142,7 +138,7 @@ def test_how_a_program_has_set_the_collector_is_kept(given, default_collector):
     assert gc.get_threshold() == given
 
 
-def test_context_managers():
+async def test_context_managers():
     with MockAsyncLM() as lm:
         lm.next_token_logprobs_sync([1])
         lm.cleanup()  # the former name
@@ -151,14 +147,11 @@ def test_context_managers():
         lm.next_token_logprobs_sync([1])  # though it is cached
     with pytest.raises(ModelClosedError, match="the model is closed"), lm:
         pass
-
-    async def use(lm):
-        async with lm:
-            await lm.next_token_logprobs([1])
-
-    asyncio.run(use(lm := MockAsyncLM()))
+    async with MockAsyncLM() as lm:
+        await lm.next_token_logprobs([1])
     with pytest.raises(ModelClosedError, match="the model is closed"):
-        asyncio.run(use(lm))
+        async with lm:
+            pass
 
 
 def test_a_collected_model_leaves_no_thread():

@@ -67,14 +67,12 @@ def test_values_that_are_refused(options, message):
 
 def test_by_default_nothing_waits_and_a_batch_has_no_limit():
     assert (CoreOptions().timeout, CoreOptions().batch_size) == (0, None)
+    assert CoreOptions(timeout=threading.TIMEOUT_MAX).timeout == threading.TIMEOUT_MAX
 
 
-@pytest.mark.parametrize("timeout", [0, 0.1, np.float32(0.1), np.int64(1), threading.TIMEOUT_MAX])
-def test_timeouts_that_are_accepted(timeout):
-    assert CoreOptions(timeout=timeout).timeout == timeout
-
-
-@pytest.mark.parametrize("timeout", [np.float32(1e-3), torch.tensor(1e-3), Decimal("0.001")])
+@pytest.mark.parametrize(
+    "timeout", [np.float32(1e-3), np.int64(0), torch.tensor(1e-3), Decimal("0.001")]
+)
 def test_a_timeout_may_be_any_number(mock, timeout):
     assert mock(timeout=timeout).next_token_logprobs_sync([1]).shape == (258,)
 

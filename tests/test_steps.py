@@ -26,14 +26,12 @@ pytestmark = pytest.mark.any_version
 @contextlib.contextmanager
 def opened(engine):
     """A model of it, and threads that may ask it."""
-    with AsyncLM(lambda: engine, backend="elsewhere") as lm, ThreadPoolExecutor() as threads:
+    with model_of(engine) as lm, ThreadPoolExecutor() as threads:
         yield lm, threads.submit
 
 
-def run(engine, ask):
-    """What the coroutine ``ask(lm)`` gives."""
-    with AsyncLM(lambda: engine, backend="elsewhere") as lm:
-        return asyncio.run(ask(lm))
+def model_of(engine):
+    return AsyncLM(lambda: engine, backend="elsewhere")
 
 
 def later(asked):
@@ -70,10 +68,9 @@ def test_nothing_joins_a_cold_row():
         row.result(PATIENCE)
 
 
-def test_a_request_none_of_whose_callers_is_left_is_dropped_and_may_be_asked_again():
+async def test_a_request_none_of_whose_callers_is_left_is_dropped_and_may_be_asked_again():
     engine = Elsewhere()
-
-    async def ask(lm):
+    with model_of(engine) as lm:
         draw, row = later(lm.sample([1], 100, [])), later(lm.next_token_logprobs([2]))
         kept, twin = (later(lm.next_token_logprobs([3])) for _ in range(2))
         assert kinds(await engine.step_with(0)) == ["Query", "Query", "SampleRequest"]
@@ -90,10 +87,8 @@ def test_a_request_none_of_whose_callers_is_left_is_dropped_and_may_be_asked_aga
         assert torch.equal(await kept, row_of(3))
         assert lm.stats.cancelled == 2
 
-    run(engine, ask)
 
-
-def test_an_answer_for_a_request_that_is_dropped_in_the_same_step_is_ignored():
+async def test_an_answer_for_a_request_that_is_dropped_in_the_same_step_is_ignored():
     class Finishes(Elsewhere):
         @hookimpl
         def genlm_step(self, queries, samples, dropped):
@@ -101,27 +96,23 @@ def test_an_answer_for_a_request_that_is_dropped_in_the_same_step_is_ignored():
             return [*answers, *(Answer(request, result_of(request)) for request in dropped)]
 
     engine = Finishes()
-
-    async def ask(lm):
+    with model_of(engine) as lm:
         gone, kept = (later(lm.next_token_logprobs([i])) for i in (1, 2))
         await engine.step_with(0)
         gone.cancel()
         await engine.step_with(1)
         engine.finish()
-        return await kept
-
-    assert torch.equal(run(engine, ask), row_of(2))
+        assert torch.equal(await kept, row_of(2))
 
 
-def test_an_engine_that_does_not_name_dropped_runs_requests_to_their_end():
+async def test_an_engine_that_does_not_name_dropped_runs_requests_to_their_end():
     class Keeps(Elsewhere):
         @hookimpl
         def genlm_step(self, queries, samples):
             return super().genlm_step(queries, samples, [])
 
     engine = Keeps()
-
-    async def ask(lm):
+    with model_of(engine) as lm:
         gone = later(lm.sample([1], 3, []))
         await engine.step_with(0)
         gone.cancel()
@@ -131,9 +122,7 @@ def test_an_engine_that_does_not_name_dropped_runs_requests_to_their_end():
         await engine.step_with(0)
         assert kinds(engine.in_flight) == ["Query", "SampleRequest"]
         engine.finish()
-        return await row
-
-    assert torch.equal(run(engine, ask), row_of(2))
+        assert torch.equal(await row, row_of(2))
 
 
 def test_a_task_wakes_the_engine_and_waits_until_nothing_is_in_flight():
@@ -271,7 +260,7 @@ def test_an_engine_that_names_queries_alone_draws_while_nothing_is_in_flight():
         lambda lm: asyncio.to_thread(lm.clear_kv_cache),
     ],
 )
-def test_the_engine_drops_requests_before_anything_that_cannot_join_them(other):
+async def test_the_engine_drops_requests_before_anything_that_cannot_join_them(other):
     class Rows(Elsewhere):
         @hookimpl
         def genlm_step(self, queries, dropped):
@@ -283,8 +272,7 @@ def test_the_engine_drops_requests_before_anything_that_cannot_join_them(other):
             return [[1] * how.max_tokens for how in params]
 
     engine = Rows()
-
-    async def ask(lm):
+    with model_of(engine) as lm:
         gone = later(lm.next_token_logprobs([1]))
         await engine.step_with(0)
         asked = later(other(lm))
@@ -299,9 +287,7 @@ def test_the_engine_drops_requests_before_anything_that_cannot_join_them(other):
         row = later(lm.next_token_logprobs([3]))
         await engine.step_with(0)
         engine.finish()
-        return await asyncio.wait_for(row, PATIENCE)
-
-    assert torch.equal(run(engine, ask), row_of(3))
+        assert torch.equal(await asyncio.wait_for(row, PATIENCE), row_of(3))
 
 
 def test_a_step_that_finished_nothing_is_not_a_batch(mock):
@@ -313,10 +299,9 @@ def test_a_step_that_finished_nothing_is_not_a_batch(mock):
 # --- failures -------------------------------------------------------------------------------------
 
 
-def test_after_a_failure_requests_are_admitted_one_by_one_and_newcomers_wait():
+async def test_after_a_failure_requests_are_admitted_one_by_one_and_newcomers_wait():
     engine = Elsewhere()
-
-    async def ask(lm):
+    with model_of(engine) as lm:
         draws = [later(lm.sample([i], 3, [])) for i in range(3)]
         await engine.step_with(0)
         engine.fail(RuntimeError("out of memory"))
@@ -331,9 +316,7 @@ def test_after_a_failure_requests_are_admitted_one_by_one_and_newcomers_wait():
         engine.finish()
         await newcomer
         assert [r.query.token_ids for r in (first, third)] == [(0,), (2,)]
-        return await asyncio.gather(*draws, return_exceptions=True)
-
-    failed, gone, drawn = run(engine, ask)
+        failed, gone, drawn = await asyncio.gather(*draws, return_exceptions=True)
     assert isinstance(failed, EngineError)
     assert "this is the one" in str(failed)
     assert isinstance(gone, asyncio.CancelledError)

@@ -17,6 +17,7 @@ def lists(count, length, start=()):
 @pytest.mark.parametrize(
     ("candidates", "worth"),
     [
+        ([], True),
         (lists(1, 8), True),
         (lists(1, 7), False),  # few tokens
         (lists(4, 3), True),
@@ -40,7 +41,3 @@ def test_each_context_has_its_own():
 def test_a_single_token_is_left_to_the_row_of_the_context():
     long, single = ScoreRequest(CONTEXT, tuple(range(9))), ScoreRequest(CONTEXT, (5,))
     assert worth_scoring([single, long]) == [long]
-
-
-def test_none_are_worth_nothing():
-    assert worth_scoring([]) == []
