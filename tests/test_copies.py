@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import math
 import weakref
@@ -15,6 +14,8 @@ from genlm.core.copies import copies_of
 from genlm.core.mock import ByteTokenizer
 from genlm.core.runtime.lanes import Call, keep_own
 from tools.launched import Launched
+
+from .conftest import gathered
 
 WIDTH = len(ByteTokenizer())
 
@@ -43,12 +44,8 @@ class Engine:
 
 def rows_of(lm: AsyncLM, n: int, context: list[int]) -> tuple[list[torch.Tensor], int]:
     """The rows of ``n`` contexts asked together, and how many operations that took."""
-
-    async def gathered() -> list[torch.Tensor]:
-        return await asyncio.gather(*(lm.next_token_logprobs([*context, i]) for i in range(n)))
-
     before = lm.underlying_model.count
-    rows = asyncio.run(gathered())
+    rows = gathered(*(lm.next_token_logprobs([*context, i]) for i in range(n)))
     return rows, lm.underlying_model.count - before
 
 

@@ -209,11 +209,6 @@ def test_what_is_not_a_list_of_contexts(mock, contexts, message):
             way()
 
 
-def test_an_empty_continuation(mock):
-    with pytest.raises(InvalidQueryError, match=r"the continuation is empty; .* one token id$"):
-        mock().sequence_logprobs_sync([1], [])
-
-
 #: Every method that takes contexts.
 METHODS = [
     name

@@ -13,12 +13,12 @@ import torch
 from genlm.core import AsyncLM, EngineError, InvalidQueryError, SamplingParams, drawer
 from genlm.core.drawer import TokenDrawer, draw_together
 from genlm.core.generation import PREFIXES
-from genlm.core.mock import ByteTokenizer, MockEngine
+from genlm.core.mock import MockEngine
 from genlm.core.sampling import seed_of
 from tools.launched import Launched
 
 from .conftest import gathered
-from .doubles import Processor
+from .doubles import Processor, padded
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,8 @@ def test_a_row_without_mass_is_an_error(values, temperature):
 
 
 def test_a_token_that_rows_have_no_place_for_is_no_continuation():
-    class Padded(MockEngine):
-        def __init__(self):
-            super().__init__(ByteTokenizer())
-            self.vocab_size = 264
-
-    with AsyncLM(Padded, backend="padded") as lm, pytest.raises(InvalidQueryError, match="260"):
+    lm = AsyncLM(lambda: padded(MockEngine, 264), backend="padded")
+    with lm, pytest.raises(InvalidQueryError, match="260"):
         lm.sequence_logprobs_sync([1], [260])
 
 

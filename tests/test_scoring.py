@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from genlm.core import AsyncLM, InvalidOptionError, InvalidQueryError, MockAsyncLM, hookimpl
-from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
+from genlm.core.mock import ContinuousMockEngine, MockEngine
 from genlm.core.scoring import rolling_windows
 
-from .doubles import Processor
+from .doubles import Processor, padded
 
 PROMPTS = [[1, 2], [1, 2], [3], [3], [4]]
 
@@ -34,10 +34,6 @@ class Certain(MockAsyncLM):
         return row.log_softmax(-1)
 
 
-class Tied(Certain):
-    likely = (7, 9)
-
-
 @pytest.fixture(params=["native", "rows", "hook"])
 def sharp(request, mock, monkeypatch):
     """The mock with its own scores, with the core's, and under a row hook."""
@@ -47,53 +43,40 @@ def sharp(request, mock, monkeypatch):
     return mock(Sharp, wrappers=[flip] if request.param == "hook" else [])
 
 
-class Padded(MockEngine):
-    """Rows for six ids more than the tokenizer has."""
+def scores_of(engine, query, tail, width):
+    rows = [engine.row(query.extended(tail[:at]))[:width] for at in range(len(tail))]
+    return torch.stack(rows).log_softmax(-1)[range(len(tail)), tail]
 
-    widths: list = []  # noqa: RUF012
 
-    def __init__(self):
-        super().__init__(ByteTokenizer())
-        self.vocab_size = 264
-
+class Batches(MockEngine):
     @hookimpl
     def genlm_sequence_logprobs(self, queries, continuations, width):
-        self.widths.append(width)
-        (query,), (tail,) = queries, continuations
-        rows = [self.row(query.extended(tail[:at]))[:width] for at in range(len(tail))]
-        return [torch.stack(rows).log_softmax(-1)[range(len(tail)), tail]]
+        return [scores_of(self, *queries, *continuations, width)]
 
 
-def test_an_engine_scores_among_the_tokens_of_the_tokenizer():
-    with AsyncLM(Padded, backend="padded") as lm:
+class Steps(ContinuousMockEngine):
+    """Is not told the width, so its scores are not taken."""
+
+    def _score(self, query, tail):
+        return scores_of(self, query, tail, self.width)
+
+
+class StepsOfAWidth(Steps):
+    @hookimpl
+    def genlm_step(self, queries, samples, scores, dropped, width):
+        self.width = width
+        return super().genlm_step(queries, samples, scores, dropped)
+
+
+@pytest.mark.parametrize(
+    ("engine", "scores"), [(Batches, True), (StepsOfAWidth, True), (Steps, False)]
+)
+def test_an_engine_scores_among_the_tokens_of_the_tokenizer(engine, scores):
+    with AsyncLM(lambda: padded(engine, 264), backend="padded") as lm:
+        given = lm.sequence_logprobs_sync([1], [5, 9, 200])
+        assert lm.stats.scores == scores
         rows = lm.batch_next_token_logprobs_sync([[1], [1, 5], [1, 5, 9]])
-        scores = lm.sequence_logprobs_sync([1], [5, 9, 200])
-    assert Padded.widths == [258]
-    torch.testing.assert_close(scores, rows[range(3), [5, 9, 200]])
-
-
-@pytest.mark.parametrize("names_width", [True, False])
-def test_steps_that_know_the_width_score_among_the_tokens_of_the_tokenizer(names_width):
-    class Steps(ContinuousMockEngine):
-        def __init__(self):
-            super().__init__(ByteTokenizer())
-            self.vocab_size = 264
-
-        def _score(self, query, tail):
-            rows = [self.row(query.extended(tail[:at]))[: self.width] for at in range(len(tail))]
-            return torch.stack(rows).log_softmax(-1)[range(len(tail)), tail]
-
-    class Knowing(Steps):
-        @hookimpl
-        def genlm_step(self, queries, samples, scores, dropped, width):
-            self.width = width
-            return super().genlm_step(queries, samples, scores, dropped)
-
-    with AsyncLM(Knowing if names_width else Steps, backend="padded") as lm:
-        scores = lm.sequence_logprobs_sync([1], [5, 9, 200])
-        assert lm.stats.scores == names_width
-        rows = lm.batch_next_token_logprobs_sync([[1], [1, 5], [1, 5, 9]])
-    torch.testing.assert_close(scores, rows[range(3), [5, 9, 200]])
+    torch.testing.assert_close(given, rows[range(3), [5, 9, 200]])
 
 
 def greedy(lm, prompt, length):
@@ -115,7 +98,8 @@ def test_each_has_the_sum_of_its_scores_and_is_greedy_or_not(sharp):
 
 
 def test_a_tie_goes_to_the_lowest_id_as_in_a_draw(mock):
-    lm = mock(Tied)
+    lm = mock(Certain)
+    lm.likely = (7, 9)
     assert greedy(lm, [1], 1) == [7]
     found = lm.batch_sequence_logprobs_sync([[1], [1]], [[7], [9]])
     assert [score.is_greedy for score in found] == [True, False]
@@ -136,12 +120,13 @@ def test_equal_contexts_are_computed_once(mock):
 def test_an_empty_batch_and_batches_that_do_not_fit(mock):
     lm = mock()
     assert lm.batch_sequence_logprobs_sync([], []) == []
-    with pytest.raises(InvalidQueryError, match="2 prompts and 1 continuations; give each"):
-        lm.batch_sequence_logprobs_sync([[1], [2]], [[3]])
-    with pytest.raises(InvalidQueryError, match="the continuation is empty"):
-        lm.batch_sequence_logprobs_sync([[1], [2]], [[3], []])
-    with pytest.raises(InvalidQueryError, match="a list of contexts must be given"):
-        lm.batch_sequence_logprobs_sync([[1]], [3])
+    for prompts, continuations, said in (
+        ([[1], [2]], [[3]], "2 prompts and 1 continuations; give each"),
+        ([[1], [2]], [[3], []], r"the continuation is empty; .* one token id$"),
+        ([[1]], [3], "a list of contexts must be given"),
+    ):
+        with pytest.raises(InvalidQueryError, match=said):
+            lm.batch_sequence_logprobs_sync(prompts, continuations)
 
 
 @pytest.mark.parametrize("context_len", [1, 3, 5])
@@ -196,11 +181,12 @@ def test_the_models_own_limit_is_the_window(mock):
     assert torch.equal(
         lm.rolling_logprobs_sync(ids), mock().rolling_logprobs_sync(ids, max_length=4)
     )
-    with pytest.raises(InvalidOptionError, match="max_length=5 exceeds the 4 tokens"):
-        lm.rolling_logprobs_sync(ids, max_length=5)
-    with pytest.raises(InvalidOptionError, match="context_len=5 exceeds the 4 tokens of a window"):
-        lm.rolling_logprobs_sync(ids, context_len=5)
-    with pytest.raises(InvalidOptionError, match="context_len must be an integer of at least 1"):
-        lm.rolling_logprobs_sync(ids, context_len=0)
+    for window, said in (
+        ({"max_length": 5}, "max_length=5 exceeds the 4 tokens"),
+        ({"context_len": 5}, "context_len=5 exceeds the 4 tokens of a window"),
+        ({"context_len": 0}, "context_len must be an integer of at least 1"),
+    ):
+        with pytest.raises(InvalidOptionError, match=said):
+            lm.rolling_logprobs_sync(ids, **window)
     with pytest.raises(InvalidQueryError, match="the text is empty"):
         lm.rolling_logprobs_sync([])

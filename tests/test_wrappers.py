@@ -21,7 +21,7 @@ from genlm.core import (
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
 
 from .conftest import gathered
-from .doubles import Processor, row_of
+from .doubles import Processor, padded, row_of
 
 engines = pytest.mark.parametrize("engine", [MockEngine, ContinuousMockEngine])
 
@@ -92,17 +92,12 @@ def test_a_processor_is_called_once_for_what_a_batch_or_step_finished(engine):
     """Its rows are as wide as the vocabulary, and not as the engine."""
     calls = []
 
-    class Padded(engine):
-        def __init__(self, tokenizer):
-            super().__init__(tokenizer)
-            self.vocab_size = 320
-
     def change(queries, rows):
         calls.append(([query.token_ids for query in queries], tuple(rows.shape)))
         rows[:, 5] = -float("inf")  # it may write into them
         return rows.log_softmax(-1)
 
-    with opened(Padded, Processor(change)) as lm:
+    with opened(padded(engine, 320), Processor(change)) as lm:
         lm.batch_next_token_logprobs_sync([[1], [2], [3]])
         row = lm.next_token_logprobs_uncached([4])
     assert calls == [([(1,), (2,), (3,)], (3, 258)), ([(4,)], (1, 258))]
@@ -111,10 +106,6 @@ def test_a_processor_is_called_once_for_what_a_batch_or_step_finished(engine):
 
 def test_a_row_whose_mass_is_all_on_tokens_that_the_model_lacks_has_none():
     class Narrow(MockEngine):
-        def __init__(self, tokenizer):
-            super().__init__(tokenizer)
-            self.vocab_size = 200
-
         def row(self, query):
             return super().row(query)[:200].log_softmax(-1)
 
@@ -123,7 +114,7 @@ def test_a_row_whose_mass_is_all_on_tokens_that_the_model_lacks_has_none():
         rows[:, 200] = 0.0
         return rows
 
-    with opened(Narrow, Processor(beyond)) as lm:
+    with opened(padded(Narrow, 200), Processor(beyond)) as lm:
         assert lm.next_token_logprobs_sync([1]).eq(-float("inf")).all()
         with pytest.raises(EngineError, match="no mass"):
             lm.sample_sync([1], 3, [])
