@@ -268,9 +268,31 @@ def test_shapes_of_a_model() -> None:
         ({"trainable_token_indices": {"embed_tokens": ["0"]}}, "token ids, or lists of them"),
         ({"trainable_token_indices": [1, -5]}, "token ids, or lists of them"),
         ({"trainable_token_indices": {f"m{i}": [1] for i in range(257)}}, "at most 256 modules"),
+        # Tensors that do not fit:
+        ({"shapes": {}}, "has no tensors"),
+        ({"shapes": {f"{PREFIX}{Q}.lora_A.weight": [2, 8]}}, "only one of the two matrices"),
+        ({"shapes": {name[17:]: [2, 2] for name in lora(Q)}}, "must begin with 'base_model"),
+        ({"shapes": {f"{PREFIX}lm_head.weight": [8, 8]}}, "has no LoRA matrices"),
+        ({"shapes": lora(Q, rank=0)}, r"shapes \[0, 8\] and \[8, 0\]"),
+        ({"shapes": lora(Q) | {f"{PREFIX}{Q}.lora_B.weight": [8, 3]}}, r"\[2, 8\] and \[8, 3\]"),
+        ({"shapes": lora(Q) | {f"{PREFIX}{Q}.lora_A.weight": [2]}}, r"s \[2\] and \[8, 2\]"),
+        ({"shapes": lora(Q) | {f"{PREFIX}{Q}.lora_B.weight": [2]}}, r"s \[2, 8\] and \[2\]"),
+        (
+            {"shapes": {**lora(Q), TOKENS: [2, 8]}, "trainable_token_indices": [3]},
+            "1 indices .* other rows",
+        ),
+        (
+            {"shapes": lora(Q, rank=16), "target_parameters": ["experts.down_proj"]},
+            "rank 16 at .*q_proj, and 2 by",
+        ),
+        (
+            {"shapes": lora(Q, rank=16), "target_parameters": ["down_proj"]}
+            | {"target_modules": ["q_proj"]},  # a target itself
+            "rank 16 at .*q_proj, and 2 by",
+        ),
     ],
 )
-def test_a_configuration_that_is_not_sound(
+def test_a_configuration_or_tensors_that_are_not_sound(
     write: Write, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidAdapterError, match=message):
@@ -287,37 +309,6 @@ def test_expressions_of_the_configuration_end(
     adapter = read_adapter(write(target_modules=endless, exclude_modules=endless))
     adapter.require_modules({Q: (8, 8), **{f"model.layers.{at}.mlp": (8, 8) for at in range(99)}})
     assert time.process_time() - started < 5
-
-
-@pytest.mark.parametrize(
-    ("shapes", "settings", "message"),
-    [
-        ({}, {}, "has no tensors"),
-        ({f"{PREFIX}{Q}.lora_A.weight": [2, 8]}, {}, "only one of the two matrices"),
-        ({name[17:]: shape for name, shape in lora(Q).items()}, {}, "must begin with 'base_model"),
-        ({f"{PREFIX}lm_head.weight": [8, 8]}, {}, "has no LoRA matrices"),
-        (lora(Q, rank=0), {}, r"shapes \[0, 8\] and \[8, 0\]"),
-        ({**lora(Q), f"{PREFIX}{Q}.lora_B.weight": [8, 3]}, {}, r"shapes \[2, 8\] and \[8, 3\]"),
-        ({**lora(Q), f"{PREFIX}{Q}.lora_A.weight": [2]}, {}, r"shapes \[2\] and \[8, 2\]"),
-        ({**lora(Q), f"{PREFIX}{Q}.lora_B.weight": [2]}, {}, r"shapes \[2, 8\] and \[2\]"),
-        ({**lora(Q), TOKENS: [2, 8]}, {"trainable_token_indices": [3]}, "1 indices .* other rows"),
-        (
-            lora(Q, rank=16),
-            {"target_parameters": ["experts.down_proj"]},
-            "rank 16 at .*q_proj, and 2 by",
-        ),
-        (
-            lora(Q, rank=16),  # a target itself
-            {"target_parameters": ["down_proj"], "target_modules": ["q_proj"]},
-            "rank 16 at .*q_proj, and 2 by",
-        ),
-    ],
-)
-def test_tensors_that_do_not_fit(
-    write: Write, shapes: dict[str, list[int]], settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InvalidAdapterError, match=message):
-        read_adapter(write(shapes, **settings))
 
 
 def header(**changes: Any) -> bytes:

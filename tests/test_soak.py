@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any
@@ -47,22 +48,6 @@ def soak(minutes: float = 0.02, patience: float = 120.0, **options: Any) -> Soak
     return Soak(suite, minutes, users=2, longest=60)
 
 
-class Failing:
-    """An engine that fails now and then."""
-
-    calls = 0
-
-    @hookimpl(wrapper=True)
-    def genlm_next_token_logprobs(
-        self, queries: Any
-    ) -> Generator[None, torch.Tensor, torch.Tensor]:
-        rows = yield
-        self.calls += 1
-        if self.calls > 20:
-            raise RuntimeError("lost")
-        return rows
-
-
 class Leaking:
     """An engine that keeps something of every call, until it is closed or for ever."""
 
@@ -99,7 +84,14 @@ def test_swapped_rows_are_found(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_engine_that_fails_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not soak(minutes=1.0, wrappers=[Failing()]).run()
+    calls = itertools.count()
+
+    def lost(queries: Any, rows: torch.Tensor) -> torch.Tensor:
+        if next(calls) > 20:
+            raise RuntimeError("lost")
+        return rows
+
+    assert not soak(minutes=1.0, wrappers=[Processor(lost)]).run()
     assert "PluginError" in capsys.readouterr().out
 
 

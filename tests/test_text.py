@@ -39,15 +39,6 @@ def test_text_goes_in_and_out_after_closing_too(mock):
     assert lm.decode([]) == ""
 
 
-def test_a_tokenizer_may_name_its_end_by_a_number_of_numpys():
-    class Named(ByteTokenizer):
-        eos_token_id = np.int64(65)
-
-    with over(Named()) as lm:
-        assert lm.eos_token_ids == [65]
-        assert lm.special_token_ids == [65, 256]
-
-
 @pytest.mark.parametrize(
     ("method", "given", "said"),
     [
@@ -228,8 +219,16 @@ def test_options_that_a_tokenizer_takes_at_any_depth(dropping):
 # --- the end of a text ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("named", "ids"), [(257, [257]), ([3, 4], [3, 4]), (None, [])])
-def test_the_end_of_a_text_is_what_the_tokenizer_says(named, ids):
+@pytest.mark.parametrize(
+    ("named", "ids", "special"),
+    [
+        (257, [257], [256, 257]),
+        (np.int64(65), [65], [65, 256]),
+        ([3, 4], [3, 4], [256]),
+        (None, [], [256]),
+    ],
+)
+def test_the_end_of_a_text_is_what_the_tokenizer_says(named, ids, special):
     class Named(ByteTokenizer):
         eos_token_id = named
 
@@ -240,6 +239,7 @@ def test_the_end_of_a_text_is_what_the_tokenizer_says(named, ids):
 
     with over(Named(), row=likely_end) as lm:
         assert lm.eos_token_ids == ids
+        assert lm.special_token_ids == special
         drawn = lm.sample_sync([1], 5, temperature=0)
         assert drawn == ([] if 257 in ids else [257] * 5)
         assert lm.sample_sync([1], 5, [], temperature=0) == [257] * 5  # [] is none
