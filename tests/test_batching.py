@@ -101,10 +101,6 @@ def test_timeout_holds_a_batch_open_until_it_is_full(mock, gate):
     assert [sorted(batch) for batch in gate.batches] == [[(1,), (2,)]]
 
 
-def test_timeout_ends(mock):
-    mock(timeout=0.01).next_token_logprobs_sync([1])
-
-
 class CountingLoop(asyncio.SelectorEventLoop):
     calls = wakeups = 0
 
