@@ -65,7 +65,7 @@ def write_safetensors(folder: Path, header: bytes, data: bytes = b"") -> None:
     (folder / files.WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
-def test_a_plain_adapter_has_no_features(write: Write) -> None:
+def test_a_plain_adapter_has_no_features(write):
     adapter = read_adapter(write(megatron_core="os.system", auto_mapping={"parent_library": "os"}))
     assert not adapter.features
     module = adapter.modules[Q]
@@ -98,8 +98,8 @@ def test_a_plain_adapter_has_no_features(write: Write) -> None:
     ],
 )
 def test_what_is_not_applied_is_refused_by_the_setting_or_tensor_that_says_so(
-    write: Write, settings: dict[str, Any] | str, feature: Feature
-) -> None:
+    write, settings, feature
+):
     if isinstance(settings, str):
         adapter = read_adapter(write({**lora(Q), f"{PREFIX}{settings}": [8]}))
         named = settings
@@ -115,20 +115,20 @@ def test_what_is_not_applied_is_refused_by_the_setting_or_tensor_that_says_so(
     adapter.require({feature}, "the engine")
 
 
-def test_trained_token_embeddings(write: Write) -> None:
+def test_trained_token_embeddings(write):
     for indices in ([3, 5], {"embed_tokens": [3, 5]}):
         adapter = read_adapter(write({**lora(Q), TOKENS: [2, 8]}, trainable_token_indices=indices))
         assert list(adapter.features) == [Feature.TOKENS]
 
 
-def test_the_names_of_modules_that_were_trained_whole_are_those_with_tensors(write: Write) -> None:
+def test_the_names_of_modules_that_were_trained_whole_are_those_with_tensors(write):
     shapes = {**lora(Q), f"{PREFIX}model.norm.weight": [8]}
     adapter = read_adapter(write(shapes, modules_to_save=["norm", "lm_head", "m" * 512]))
     assert set(adapter.retrained) == {"norm"}
     assert not adapter.saved_copies
 
 
-def test_many_names_are_looked_up_not_tried_one_by_one(write: Write) -> None:
+def test_many_names_are_looked_up_not_tried_one_by_one(write):
     modules = [f"model.layers.{i}.q_proj" for i in range(2000)]
     shapes = {name: shape for module in modules for name, shape in lora(module).items()}
     others = {f"m{i}": 1 for i in range(100_000)}
@@ -138,7 +138,7 @@ def test_many_names_are_looked_up_not_tried_one_by_one(write: Write) -> None:
     assert {module.scale for module in adapter.modules.values()} == {2.0, 4.5}
 
 
-def test_the_output_layer_embeddings_and_their_tying_are_features(write: Write) -> None:
+def test_the_output_layer_embeddings_and_their_tying_are_features(write):
     name = f"{PREFIX}model.embed_tokens"
     embedding = {f"{name}.lora_embedding_A": [2, 9], f"{name}.lora_embedding_B": [8, 2]}
     adapter = read_adapter(write({**lora("lm_head"), **embedding}, ensure_weight_tying=True))
@@ -148,7 +148,7 @@ def test_the_output_layer_embeddings_and_their_tying_are_features(write: Write) 
     assert not read_adapter(write(ensure_weight_tying=True)).features  # nothing is tied
 
 
-def test_scales_and_ranks_by_module(write: Write) -> None:
+def test_scales_and_ranks_by_module(write):
     adapter = read_adapter(
         write(
             {**lora(Q), **lora(V, rank=3)},
@@ -161,7 +161,7 @@ def test_scales_and_ranks_by_module(write: Write) -> None:
     assert adapter.modules[V].scale == pytest.approx(4 / 3**0.5)  # "proj" is only a part of a name
 
 
-def test_the_same_as_plain_lora(write: Write, tmp_path: Path) -> None:
+def test_the_same_as_plain_lora(write, tmp_path):
     adapter = read_adapter(
         write(
             {**lora(Q, rank=1), **lora(V, rank=3)},
@@ -186,7 +186,7 @@ def test_the_same_as_plain_lora(write: Write, tmp_path: Path) -> None:
             assert not product(plain, name).any()
 
 
-def test_a_scale_beyond_the_range_of_numbers_is_not_written(write: Write, tmp_path: Path) -> None:
+def test_a_scale_beyond_the_range_of_numbers_is_not_written(write, tmp_path):
     folder = write(lora_alpha=2**30)
     tensors = {name: torch.full(shape, 1e30) for name, shape in lora(Q).items()}
     save_file(tensors, folder / files.WEIGHTS)
@@ -214,9 +214,7 @@ def product(adapter: AdapterFolder, name: str) -> torch.Tensor:
         (f"{PREFIX}{Q}", 8, "no such module"),
     ],
 )
-def test_an_adapter_of_another_model_names_both_shapes(
-    write: Write, module: str, inputs: int, message: str
-) -> None:
+def test_an_adapter_of_another_model_names_both_shapes(write, module, inputs, message):
     adapter = read_adapter(write(lora(module, inputs=inputs)))
     with pytest.raises(InvalidAdapterError, match=message):
         adapter.require_modules({Q: (8, 8)})
@@ -230,14 +228,12 @@ def test_an_adapter_of_another_model_names_both_shapes(
         ("down_proj", "model.layers.0.experts"),
     ],
 )
-def test_where_parameters_are_adapted_ranks_are_of_all_experts_together(
-    write: Write, target: str, module: str
-) -> None:
+def test_where_parameters_are_adapted_ranks_are_of_all_experts_together(write, target, module):
     folder = write(lora(module, rank=16), target_parameters=[target], target_modules=["q_proj"])
     assert read_adapter(folder).modules[module].rank == 16
 
 
-def test_shapes_of_a_model() -> None:
+def test_shapes_of_a_model():
     model = torch.nn.ModuleDict(
         {"a": torch.nn.Linear(3, 4), "b": torch.nn.Embedding(5, 6), "c": torch.nn.ReLU()}
     )
@@ -292,16 +288,12 @@ def test_shapes_of_a_model() -> None:
         ),
     ],
 )
-def test_a_configuration_or_tensors_that_are_not_sound(
-    write: Write, settings: dict[str, Any], message: str
-) -> None:
+def test_a_configuration_or_tensors_that_are_not_sound(write, settings, message):
     with pytest.raises(InvalidAdapterError, match=message):
         read_adapter(write(**settings))
 
 
-def test_expressions_of_the_configuration_end(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expressions_of_the_configuration_end(write, monkeypatch):
     """What the file holds is in every layer: which modules they mean does not matter then."""
     monkeypatch.setattr(names, "EXPRESSION_SECONDS", 0.1)
     started = time.process_time()
@@ -332,7 +324,7 @@ def header(**changes: Any) -> bytes:
     ],
     ids=lambda value: None if isinstance(value, str) else "",
 )
-def test_a_file_that_is_not_sound(write: Write, content: bytes, message: str) -> None:
+def test_a_file_that_is_not_sound(write, content, message):
     folder = write()
     write_safetensors(folder, content, bytes(16))
     started = time.process_time()
@@ -341,7 +333,7 @@ def test_a_file_that_is_not_sound(write: Write, content: bytes, message: str) ->
     assert time.process_time() - started < 2
 
 
-def test_what_is_beyond_the_limit_is_not_read(write: Write) -> None:
+def test_what_is_beyond_the_limit_is_not_read(write):
     folder = write()
     for length in (1 << 62, files.MOST_HEADER + 1):
         with (folder / files.WEIGHTS).open("r+b") as file:
@@ -359,7 +351,7 @@ def test_what_is_beyond_the_limit_is_not_read(write: Write) -> None:
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt"])
-def test_a_pickle_is_never_opened(write: Write, name: str) -> None:
+def test_a_pickle_is_never_opened(write, name):
     folder = write()
     (folder / files.WEIGHTS).unlink()
     os.mkfifo(folder / name)  # opening it would wait for ever
@@ -367,7 +359,7 @@ def test_a_pickle_is_never_opened(write: Write, name: str) -> None:
         read_adapter(folder)
 
 
-def test_what_is_no_folder(write: Write) -> None:
+def test_what_is_no_folder(write):
     with pytest.raises(InvalidAdapterError, match=r"nowhere/adapter_config\.json does not exist"):
         read_adapter("/nowhere")
     with pytest.raises(InvalidAdapterError, match="is one file of a LoRA adapter; give its folder"):
@@ -375,7 +367,7 @@ def test_what_is_no_folder(write: Write) -> None:
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e300])
-def test_weights_that_are_not_finite(write: Write, number: float) -> None:
+def test_weights_that_are_not_finite(write, number):
     """Some rows would be NaN; others are finite, because attention hides NaN, and mean nothing.
     Nothing computes in float64."""
     folder = write()
@@ -417,9 +409,7 @@ def refused_if(lacks: bool, message: str) -> AbstractContextManager[object]:
         ({"target_modules": ["q_proj"], "exclude_modules": "(.|.)*(.|.)*(.|.)*[YZ]"}, True),
     ],
 )
-def test_a_file_that_lacks_a_layer(
-    write: Write, settings: dict[str, Any], lacks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_lacks_a_layer(write, settings, lacks, monkeypatch):
     monkeypatch.setattr(names, "EXPRESSION_SECONDS", 0.1)
     adapter = read_adapter(write(**settings))
     model = {Q: (8, 8), OTHER: (8, 8), "model.layers.0.self_attn.my_q_proj": (8, 8)}
@@ -438,9 +428,7 @@ def test_a_file_that_lacks_a_layer(
         (["model.lm_head"], False),
     ],
 )
-def test_a_model_of_which_only_the_depth_is_known(
-    write: Write, adapted: list[str], lacks: bool
-) -> None:
+def test_a_model_of_which_only_the_depth_is_known(write, adapted, lacks):
     shapes = {at: size for name in adapted for at, size in lora(name).items()}
     adapter = read_adapter(write(shapes, target_modules=r".*_proj"))
     missing = "model.layers.2" if OTHER in adapted else "model.layers.1"

@@ -46,15 +46,13 @@ def results(
         (results(10, 40), results(20), "0.50 times, WORSE: trie: sum at 8 (the value itself)"),
     ],
 )
-def test_what_has_moved(
-    before: list[dict[str, Any]], after: list[dict[str, Any]], said: str
-) -> None:
+def test_what_has_moved(before, after, said):
     line, *_ = changes(before, after)
     assert said in line
 
 
 @pytest.mark.parametrize("noisy", ["ours", "theirs"])
-def test_a_move_within_the_spread_of_either_side_is_left_out(noisy: str) -> None:
+def test_a_move_within_the_spread_of_either_side_is_left_out(noisy):
     def rounds(spread: float) -> list[dict[str, Any]]:
         runs = []
         for turn, factor in enumerate((1 - spread, 1, 1 + spread)):
@@ -68,7 +66,7 @@ def test_a_move_within_the_spread_of_either_side_is_left_out(noisy: str) -> None
     assert changes(rounds(0.5), after) == ["1 cases compared, 0 moved by more than 10%"]
 
 
-def test_a_run_of_some_workloads_compares_these_and_says_which_are_new() -> None:
+def test_a_run_of_some_workloads_compares_these_and_says_which_are_new():
     before = results(10) + results(10, workload="batcher")
     after = results(20, workload="batcher") + results(1, workload="new")
     assert changes(before, after) == [
@@ -78,7 +76,7 @@ def test_a_run_of_some_workloads_compares_these_and_says_which_are_new() -> None
     ]
 
 
-def test_the_committed_results_compare_with_themselves_and_are_the_page() -> None:
+def test_the_committed_results_compare_with_themselves_and_are_the_page():
     kept = read(command.RESULTS)
     first, *unknown = changes(kept, kept)
     assert re.fullmatch(r"[1-9]\d* cases compared, 0 moved by more than 10%", first)
@@ -90,7 +88,7 @@ def test_the_committed_results_compare_with_themselves_and_are_the_page() -> Non
     ] == []
 
 
-def test_a_record_has_the_median_of_every_round_and_all_values_of_an_only_one() -> None:
+def test_a_record_has_the_median_of_every_round_and_all_values_of_an_only_one():
     (run,) = runs_of("trie", "ours", 1)
     run["cases"][0]["values"] = [1.0, 2.0, 9.0]
     (several,) = cases_of(record([run, run | {"round": 1}]))
@@ -123,9 +121,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     return run
 
 
-def test_compare_prints_what_has_moved_and_writes_nothing(
-    tmp_path: Path, bench: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_prints_what_has_moved_and_writes_nothing(tmp_path, bench, capsys):
     """Compared with is what was kept of this machine."""
     here = results(10)
     elsewhere = [here[0] | {"machine": "another", "date": "2026-03-03"}]
@@ -137,9 +133,7 @@ def test_compare_prints_what_has_moved_and_writes_nothing(
     assert command.RESULTS.read_text() == before
 
 
-def test_compare_fails_where_a_side_failed(
-    tmp_path: Path, bench: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_fails_where_a_side_failed(tmp_path, bench, capsys):
     write(results(10), tmp_path / "before.jsonl")
     (run,) = runs_of("trie", "ours", 10)
     failed = run | {"cases": [], "failed": 1}
@@ -147,7 +141,7 @@ def test_compare_fails_where_a_side_failed(
     assert "0 cases compared" in capsys.readouterr().out
 
 
-def test_what_was_measured_on_another_day_stays_in_the_results(bench: Callable[..., int]) -> None:
+def test_what_was_measured_on_another_day_stays_in_the_results(bench):
     names = ("batcher", "trie", "gone")
     write([record(runs_of(name, "ours", 10)) for name in names], command.RESULTS)
     (run,) = runs_of("trie", "ours", 10)
@@ -157,7 +151,7 @@ def test_what_was_measured_on_another_day_stays_in_the_results(bench: Callable[.
     assert "## batcher" in command.RESULTS.with_name("RESULTS.md").read_text()
 
 
-def test_quick_figures_replace_no_others(tmp_path: Path, bench: Callable[..., int]) -> None:
+def test_quick_figures_replace_no_others(tmp_path, bench):
     write(results(10), command.RESULTS)
     before = command.RESULTS.read_text()
     assert bench(runs_of("trie", "ours", 99), "trie", "--quick") == 0
@@ -169,9 +163,7 @@ def test_quick_figures_replace_no_others(tmp_path: Path, bench: Callable[..., in
 @pytest.mark.parametrize(
     ("flags", "vectors"), [("fpu avx2", "avx2"), ("avx2 avx512f avx512_bf16", "avx512_bf16")]
 )
-def test_processors_of_one_name_are_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, vectors: str
-) -> None:
+def test_processors_of_one_name_are_told_apart(tmp_path, monkeypatch, flags, vectors):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(
         f"cpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: {flags}\npower:\n\n"
@@ -183,13 +175,13 @@ def test_processors_of_one_name_are_told_apart(
     assert command.processor()
 
 
-def test_compare_says_when_the_processor_is_another() -> None:
+def test_compare_says_when_the_processor_is_another():
     before, after = results(10), results(10)
     after[0]["processors"] = ["family 25, model 1, avx2"]
     assert "trie: measured on another kind of processor before" in changes(before, after)[-1]
     assert len(changes(after, after)) == 1
 
 
-def test_the_forward_passes_of_a_program_have_its_batches_and_its_new_tokens() -> None:
+def test_the_forward_passes_of_a_program_have_its_batches_and_its_new_tokens():
     batches = [[(1, 2, 3)], [(1, 2, 3, 4), (1, 2, 3, 5)], [(1, 2, 3, 5, 6, 7), (8,)]]
     assert forwards_of(batches) == [(1, 0, 3), (2, 3, 1), (1, 4, 2), (1, 0, 1)]

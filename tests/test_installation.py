@@ -34,7 +34,7 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path / "a clone"
 
 
-def test_from_a_clone_its_folders_are_installed(installed_from, clone: Path) -> None:
+def test_from_a_clone_its_folders_are_installed(installed_from, clone):
     installed_from((clone / "core").as_uri())
     both = f"'{clone / 'kit'}' '{clone / 'plugins' / 'genlm-vllm'}'"
     assert pip_install("genlm-vllm") == f"pip install {both}"
@@ -44,15 +44,13 @@ def test_from_a_clone_its_folders_are_installed(installed_from, clone: Path) -> 
 
 
 @pytest.mark.parametrize("url", [None, "https://example.org/genlm_core-0.1.0.whl", "file:///gone"])
-def test_otherwise_they_come_from_pypi(installed_from, url: str | None) -> None:
+def test_otherwise_they_come_from_pypi(installed_from, url):
     installed_from(url)
     assert pip_install("genlm-vllm") == "pip install genlm-vllm"
     assert pip_install("genlm-core", "completion") == "pip install 'genlm-core[completion]'"
 
 
-def test_messages_say_so(
-    installed_from, clone: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_say_so(installed_from, clone, capsys, monkeypatch):
     installed_from((clone / "core").as_uri())
     monkeypatch.setattr("genlm.core.plugins.backend_names", lambda: ["mock"])
     with pytest.raises(BackendNotFoundError, match=r"pip install '.*a clone.*genlm-vllm'"):

@@ -98,14 +98,6 @@ def thresholds() -> Program:
         yield [(*head, 1, 1), (*head, 1, 2), (*head, 2, 1), (*head[: length // 2], 3)]
 
 
-def prefixes() -> Program:
-    """A text and all that it begins with, asked together, thrice."""
-    rng = random.Random(6)
-    for _ in range(3):
-        text = some(rng, 200)
-        yield [text[:length] for length in range(1, len(text) + 1)]
-
-
 def drafts(count: int = 16, size: int = 4) -> Program:
     """Particles that ask for the rows at all places of a draft, and go on from one of them."""
     rng = random.Random(8)
@@ -152,16 +144,6 @@ def turns() -> Program:
             drafts = [(*ids, rng.randrange(99)) for ids in drafts]
             yield drafts
         context = drafts[0]
-
-
-def prompts() -> Program:
-    """Many prompts that begin alike, each asked a few times."""
-    rng = random.Random(3)
-    heads = [some(rng, n) for n in (90, 300, 700)]
-    for _ in range(25):
-        asked = [(*rng.choice(heads), *some(rng, 9)) for _ in range(6)]
-        yield asked
-        yield [(*ids, 1) for ids in asked]
 
 
 def long_prompts() -> Program:
@@ -298,7 +280,6 @@ COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
     "long prompt, little memory": (long_prompt, 6_000, (21, 5160, 0, 5384)),
     "long prompts": (long_prompts, 10**6, (30, 10290, 13734, 16318)),
     "long prompts, little memory": (long_prompts, 11_000, (40, 14999, 2691, 10962)),
-    "mixed": (mixed, 10**6, (40, 3883, 2893, 7065)),
     "mixed, little memory": (mixed, 5_000, (40, 3883, 2048, 4972)),
     "thresholds": (thresholds, 10**6, (45, 5753, 8125, 10498)),
     "thresholds, little memory": (thresholds, 4_000, (45, 5753, 22365, 4000)),
@@ -306,10 +287,6 @@ COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
     "uneven, little memory": (uneven, 2_600, (27, 3644, 6721, 2597)),
     "a conversation": (turns, 10**6, (156, 2374, 6193, 2829)),
     "a conversation, little memory": (turns, 3_000, (156, 2374, 6193, 2829)),
-    "prefixes": (prefixes, 10**6, (3, 600, 672, 672)),
-    "prefixes, little memory": (prefixes, 1_000, (3, 600, 672, 672)),
-    "prompts": (prompts, 10**6, (51, 2564, 6968, 6004)),
-    "prompts, little memory": (prompts, 6_000, (51, 2564, 6968, 5972)),
 }
 
 

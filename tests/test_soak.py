@@ -68,13 +68,13 @@ class Leaking:
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-def test_nothing_is_found_on_the_mock(continuous: bool) -> None:
+def test_nothing_is_found_on_the_mock(continuous):
     one = soak(continuous=continuous)
     assert one.run(), one.findings
     assert one.counts["answers"] > 0
 
 
-def test_swapped_rows_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_swapped_rows_are_found(capsys):
     mixed_up = Processor(lambda _, rows: rows.flip(0))
     one = soak(minutes=1.0, wrappers=[mixed_up], cache_size=0)
     assert not one.run()
@@ -83,7 +83,7 @@ def test_swapped_rows_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert "in the program of user 0-0-0-" in printed
 
 
-def test_an_engine_that_fails_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_fails_is_found(capsys):
     calls = itertools.count()
 
     def lost(queries: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -98,14 +98,14 @@ def test_an_engine_that_fails_is_found(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("until_it_closes", "holder"), [(True, "a model with empty caches"), (False, "closed models")]
 )
-def test_a_leak_is_found(until_it_closes: bool, holder: str) -> None:
+def test_a_leak_is_found(until_it_closes, holder):
     one = soak(wrappers=[Leaking(until_it_closes)])
     assert not one.run()
     assert any(each.startswith(holder) and "more pending" in each for each in one.findings)
 
 
 @pytest.mark.parametrize("kind", ["memory", "tensors"])
-def test_a_leak_of_bytes_is_found(kind: str) -> None:
+def test_a_leak_of_bytes_is_found(kind):
     before = held()
     kept = torch.ones(100 << 20, dtype=torch.uint8)
     grown = held()
@@ -120,7 +120,7 @@ def test_a_leak_of_bytes_is_found(kind: str) -> None:
 @pytest.mark.parametrize(
     ("hook", "calls"), [("genlm_next_token_logprobs", "5"), ("genlm_clear_kv_cache", "1")]
 )
-def test_a_call_that_hangs_is_shown(hook: str, calls: str) -> None:
+def test_a_call_that_hangs_is_shown(hook, calls):
     """Also that of the program itself, after its users."""
     program = STUCK.replace("HOOK", hook).replace("CALLS", calls)
     ended = run_python(program)
@@ -129,7 +129,7 @@ def test_a_call_that_hangs_is_shown(hook: str, calls: str) -> None:
     assert hook in ended.stderr  # where
 
 
-def test_a_run_that_is_stopped_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_stopped_says_what_was_done(capsys):
     one = soak(minutes=1000.0)
     one.stop()
     assert one.run()
