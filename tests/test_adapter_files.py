@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +31,6 @@ Q = "model.layers.0.self_attn.q_proj"
 V = "model.layers.0.self_attn.v_proj"
 TOKENS = f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-Write = Callable[..., Path]
 
 
 def lora(module: str, rank: int = 2, inputs: int = 8, outputs: int = 8) -> dict[str, list[int]]:
@@ -41,7 +39,7 @@ def lora(module: str, rank: int = 2, inputs: int = 8, outputs: int = 8) -> dict[
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Write:
+def write(tmp_path):
     """Writes an adapter folder: settings beyond plain ones, and shapes by the tensor's name."""
 
     def folder(

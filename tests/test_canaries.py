@@ -5,23 +5,17 @@ from __future__ import annotations
 import json
 import pickle
 import runpy
-from pathlib import Path
 
 import pytest
 
 from genlm.conformance.canaries import ESCAPE, TRAPS, canaries
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    (folder / "model.safetensors").touch()
-    return folder
-
-
-def test_every_trap_goes_off_where_it_is_run(model, tmp_path):
+def test_every_trap_goes_off_where_it_is_run(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (model / "model.safetensors").touch()
     made = canaries(model, tmp_path / "canaries")
     assert [canary.name for canary in made] == list(TRAPS)
     for canary in made:

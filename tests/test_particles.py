@@ -23,11 +23,6 @@ class FewTokens(MockAsyncLM):
         return row
 
 
-def drawn_tokens(particle: Particle) -> list[int]:
-    stop = [] if particle.stop_token_id is None else [particle.stop_token_id]
-    return [*particle.token_ids, *stop]
-
-
 @pytest.mark.parametrize(
     ("how", "proposal"),
     [
@@ -41,7 +36,8 @@ def test_a_particle_has_the_probabilities_of_all_that_was_drawn(mock, how, propo
     particles = lm.sample_particles_sync([1], 30, 12, seed=3, **how)
     total = sum(proposal.values())
     for particle in particles:
-        tokens = drawn_tokens(particle)
+        drawn = (*particle.token_ids, particle.stop_token_id)
+        tokens = [token_id for token_id in drawn if token_id is not None]
         assert END not in particle.token_ids
         assert len(tokens) == 12 or tokens[-1] == END
         assert particle.logprob == pytest.approx(sum(math.log(PROBABILITIES[t]) for t in tokens))

@@ -232,20 +232,16 @@ def test_a_module_without_a_required_hook(install):
 # --- engines --------------------------------------------------------------------------------------
 
 
-@hookimpl
-def no_hook(self): ...
-
-
-@hookimpl
-def greedy(self, politely): ...
-
-
 @pytest.mark.parametrize(
     ("attributes", "refusal", "message"),
     [
         ({"tokenizer": object()}, VocabularyError, "bytes"),
-        ({"genlm_next_token_logprob": no_hook}, PluginError, "genlm_next_token_logprob"),
-        ({"genlm_clear_kv_cache": greedy}, PluginError, "politely"),
+        (
+            {"genlm_next_token_logprob": hookimpl(lambda self: None)},
+            PluginError,
+            "genlm_next_token_logprob",
+        ),
+        ({"genlm_clear_kv_cache": hookimpl(lambda self, politely: None)}, PluginError, "politely"),
         (
             {"genlm_next_token_logprobs": None},
             PluginError,
