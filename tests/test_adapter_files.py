@@ -38,6 +38,9 @@ def lora(module: str, rank: int = 2, inputs: int = 8, outputs: int = 8) -> dict[
     return {f"{name}.lora_A.weight": [rank, inputs], f"{name}.lora_B.weight": [outputs, rank]}
 
 
+Q_A, Q_B = lora(Q)  # their names
+
+
 @pytest.fixture
 def write(tmp_path):
     """Writes an adapter folder: settings beyond plain ones, and shapes by the tensor's name."""
@@ -264,13 +267,13 @@ def test_shapes_of_a_model():
         ({"trainable_token_indices": {f"m{i}": [1] for i in range(257)}}, "at most 256 modules"),
         # Tensors that do not fit:
         ({"shapes": {}}, "has no tensors"),
-        ({"shapes": {f"{PREFIX}{Q}.lora_A.weight": [2, 8]}}, "only one of the two matrices"),
+        ({"shapes": {Q_A: [2, 8]}}, "only one of the two matrices"),
         ({"shapes": {name[17:]: [2, 2] for name in lora(Q)}}, "must begin with 'base_model"),
         ({"shapes": {f"{PREFIX}lm_head.weight": [8, 8]}}, "has no LoRA matrices"),
         ({"shapes": lora(Q, rank=0)}, r"shapes \[0, 8\] and \[8, 0\]"),
-        ({"shapes": lora(Q) | {f"{PREFIX}{Q}.lora_B.weight": [8, 3]}}, r"\[2, 8\] and \[8, 3\]"),
-        ({"shapes": lora(Q) | {f"{PREFIX}{Q}.lora_A.weight": [2]}}, r"s \[2\] and \[8, 2\]"),
-        ({"shapes": lora(Q) | {f"{PREFIX}{Q}.lora_B.weight": [2]}}, r"s \[2, 8\] and \[2\]"),
+        ({"shapes": lora(Q) | {Q_B: [8, 3]}}, r"shapes \[2, 8\] and \[8, 3\]"),
+        ({"shapes": lora(Q) | {Q_A: [2]}}, r"shapes \[2\] and \[8, 2\]"),
+        ({"shapes": lora(Q) | {Q_B: [2]}}, r"shapes \[2, 8\] and \[2\]"),
         (
             {"shapes": {**lora(Q), TOKENS: [2, 8]}, "trainable_token_indices": [3]},
             "1 indices .* other rows",

@@ -21,11 +21,6 @@ def nothing(one, shared):
     return 0
 
 
-def test_the_first_of_those_as_long_goes_and_the_others_wait():
-    new = keys(*((*START, last) for last in range(4)))
-    assert Leaders(WORTH).waiting({}, new, nothing) == set(list(new)[1:])
-
-
 def test_the_longest_goes_and_what_it_begins_with_waits():
     new = keys(*(START[:length] for length in range(1, 21)))
     wait = Leaders(WORTH).waiting({}, new, nothing)

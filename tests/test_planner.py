@@ -579,14 +579,6 @@ def test_all_that_wait_are_counted() -> None:
     assert [one.trunk for one in kept.place(asked[:8])] == [None]
 
 
-def test_what_another_sequence_begins_with_is_inside_of_it() -> None:
-    text, other = [1, 2, 3, 4, 5], [1, 2, 9]
-    asked = [Wanted(text[:3]), Wanted(other), Wanted(text), Wanted(text[:2]), Wanted([1], 7)]
-    batch = Kept(budget=1000, worth=Worth()).place(asked)
-    inside = {whole.index: [one.index for one in whole.inside] for whole in batch}
-    assert inside == {1: [], 2: [0, 3], 4: []}, "the last is of another adapter"
-
-
 def test_a_known_sequence_is_not_inside_of_one_that_starts_behind_it() -> None:
     """Its last position would be computed for nobody."""
     kept = Kept(budget=1000)
