@@ -17,7 +17,12 @@ from genlm.core.errors import EngineError, GenlmError, InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.kit.memory import is_out_of_memory
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
-from genlm.kit.settings import require_weights, settings_of
+from genlm.kit.settings import (
+    language_part,
+    require_weights,
+    settings_of,
+    whole_settings_of,
+)
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.internals import EngineCore, engine_core_here, process_groups
@@ -113,14 +118,21 @@ def _explained(model: str) -> Iterator[None]:
         if not isinstance(error, UNREAD) and not _is_of_the_model(error):
             raise
         said = " ".join(describe_error(error).split())
-        if "failed to be inspected" in said and find_spec("torchvision") is None:
-            said = (
-                "it cannot look at its own code; that of models that also see needs torchvision, "
-                f"which is missing: install the build that belongs to torch {version('torch')}"
-            )
         raise EngineError(
-            f'vLLM cannot serve the model {model!r} here ({said:.400}); load it with backend="hf"'
+            f"vLLM cannot serve the model {model!r} here ({said:.400}); {_lacking(model)}load it "
+            'with backend="hf"'
         ) from error
+
+
+def _lacking(model: str) -> str:
+    """What vLLM's code of a model that also sees imports, and may say little of."""
+    whole = whole_settings_of(model)
+    if whole is None or language_part(whole) is None or find_spec("torchvision"):
+        return ""
+    return (
+        "models that also see need torchvision, which is missing: install the build that belongs "
+        f"to torch {version('torch')}, or "
+    )
 
 
 def _is_of_the_model(error: Exception) -> bool:
