@@ -233,16 +233,20 @@ def test_weights_must_be_in_the_checkpoint(weights, lacks, zeros, tiny, monkeypa
         model.load_weights({"norm": torch.zeros(4)})  # later a part of them is enough
 
 
-def test_settings_of_a_model_that_also_sees(tmp_path: Path) -> None:
-    """What SGLang asks its language model's for, and what a user changes there."""
+def test_settings_of_a_model_that_also_sees(tmp_path: Path, monkeypatch) -> None:
+    """What SGLang asks its language model's for, beside what a user changes there."""
     from transformers import Qwen2_5_VLConfig
 
+    asked = []
+
+    def schedule(arguments, index):
+        asked.append(json.loads(arguments["json_model_override_args"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loading, "Scheduler", schedule)
     Qwen2_5_VLConfig(tie_word_embeddings=True).save_pretrained(tmp_path)
     given = {"text_config": {"rms_norm_eps": 0.5}}
-    arguments = {"model_path": str(tmp_path), "json_model_override_args": json.dumps(given)}
-    settings = loading._settings(arguments)
-    assert (settings.rms_norm_eps, settings.tie_word_embeddings) == (0.5, True)
-    amended = loading._amendments(arguments, settings)["json_model_override_args"]
-    assert json.loads(amended) == {
-        "text_config": {"rms_norm_eps": 0.5, "tie_word_embeddings": True}
-    }
+    options = {"json_model_override_args": json.dumps(given), "load_format": "dummy"}
+    with pytest.raises(KeyboardInterrupt):
+        loading.load(str(tmp_path), {"engine_opts": options})
+    assert asked == [{"text_config": {"rms_norm_eps": 0.5, "tie_word_embeddings": True}}]

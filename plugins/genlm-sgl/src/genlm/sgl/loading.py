@@ -46,6 +46,7 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
     require_model(model)
     arguments = server_options(model, options.get("engine_opts") or {})
     refuse_code(arguments)
+    arguments |= _tied(arguments)
     settings = _settings(arguments)
     if arguments.get("load_format") != "dummy":
         require_weights(model, settings)
@@ -80,7 +81,7 @@ def _settings(arguments: Mapping[str, Any]) -> Any:
         return None
     settings, overrides = whole.get_text_config(decoder=True), _overrides(arguments)
     if part := language_part(whole):
-        overrides = {**_tied(whole, settings), **overrides.get(part, {})}
+        overrides = overrides.get(part, {})
     if not overrides:
         return settings
     return type(settings).from_dict({**settings.to_dict(), **overrides})
@@ -104,14 +105,7 @@ def _overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _amendments(arguments: Mapping[str, Any], settings: Any) -> dict[str, str]:
     """Options that make SGLang understand what transformers 5 writes: it no longer gives Gemma 2's
-    activation twice, nor says in a model that also sees whether its language model's embeddings are
-    tied."""
-    whole = whole_settings_of(arguments["model_path"], arguments.get("revision"))
-    part = None if whole is None else language_part(whole)
-    if part and (tied := _tied(whole, getattr(whole, part))):
-        overrides = _overrides(arguments)
-        overrides[part] = {**tied, **overrides.get(part, {})}
-        return {"json_model_override_args": json.dumps(overrides)}
+    activation twice."""
     if getattr(settings, "model_type", None) not in ("gemma", "gemma2"):
         return {}
     activation = getattr(settings, "hidden_activation", None) or "gelu_pytorch_tanh"
@@ -119,10 +113,17 @@ def _amendments(arguments: Mapping[str, Any], settings: Any) -> dict[str, str]:
     return {"json_model_override_args": json.dumps({**names, **_overrides(arguments)})}
 
 
-def _tied(whole: Any, settings: Any) -> dict[str, bool]:
-    if hasattr(settings, "tie_word_embeddings"):
+def _tied(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """An option that says to SGLang, of a model that also sees, whether the embeddings of its
+    language model are tied: transformers 5 says it of the whole alone."""
+    whole = whole_settings_of(arguments["model_path"], arguments.get("revision"))
+    part = None if whole is None else language_part(whole)
+    if part is None or hasattr(getattr(whole, part), "tie_word_embeddings"):
         return {}
-    return {"tie_word_embeddings": getattr(whole, "tie_word_embeddings", False)}
+    overrides = _overrides(arguments)
+    tied = {"tie_word_embeddings": getattr(whole, "tie_word_embeddings", False)}
+    overrides[part] = {**tied, **overrides.get(part, {})}
+    return {"json_model_override_args": json.dumps(overrides)}
 
 
 def _honour(engine: SglEngine, settings: Any) -> None:
