@@ -278,10 +278,10 @@ def test_a_ragged_step_launches_two_kernels_a_layer_besides(there: Make) -> None
     """Whatever the number of contexts: on a GPU their attention is computed together."""
     engine = there(LLAMA)
     contexts = contexts_of(20, 100)
-    for _ in range(3):
+    for _ in range(2):  # the table is large enough then
         launched(engine, contexts)
         contexts = [[*one, *range(1 + at % 5)] for at, one in enumerate(contexts)]
-    assert launched(engine, contexts) <= 14 + 2 * LLAMA.num_hidden_layers
+    assert launched(engine, contexts) <= 10 + 2 * LLAMA.num_hidden_layers
 
 
 @pytest.mark.parametrize("n", [2, 64])
@@ -291,7 +291,7 @@ def test_a_fork_launches_ten_kernels_besides(n: int, there: Make) -> None:
     for _ in range(3):
         launched(engine, contexts)
         contexts = [[*one, at] for one in contexts[: n // 2] for at in (5, 6)]
-    assert launched(engine, contexts) <= 20
+    assert launched(engine, contexts) <= 10
 
 
 @pytest.mark.parametrize("shared", [2, 3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from structlog.testing import capture_logs
 from genlm.core import EngineError, Query
 from genlm.hf import budget as budget_module
 from genlm.hf import engine as engine_module
+from genlm.hf import pool as pool_module
 from genlm.hf import strategies
 from genlm.hf.engine import HFEngine
 from genlm.hf.pool import RowPool
-from genlm.hf.slabs import Slab
+from genlm.hf.slabs import Part, Slab
 from genlm.hf.strategies import Computed
 from genlm.hf.table import PoolTable
 from genlm.kit.kv.commands import Command, Join
@@ -280,14 +281,14 @@ def test_a_forward_without_numbers_spoils_no_state_that_was_known(llama: Any) ->
 def test_a_pool_that_cannot_grow_is_emptied(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, *others = draw(9, 20)
     llama.engine.genlm_cache_prefix(Query(prompt))
-    hold, slabs = RowPool._hold, itertools.count()
+    slabs = itertools.count()
 
-    def refuse(pool: RowPool, slab: Slab) -> None:
-        if pool.rows > 4 and next(slabs) % 2:  # the first slab has been moved already
+    def refuse(parts: Sequence[Part], states: torch.Tensor) -> Slab:
+        if states.shape[1] > 4 and next(slabs) % 2:  # the first slab has been moved already
             raise torch.OutOfMemoryError("out of memory")
-        hold(pool, slab)
+        return Slab(parts, states)
 
-    monkeypatch.setattr(RowPool, "_hold", refuse)
+    monkeypatch.setattr(pool_module, "Slab", refuse)
     with capture_logs() as events:
         llama.check(*others, (*prompt, 1))
     assert {

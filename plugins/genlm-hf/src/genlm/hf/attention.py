@@ -172,7 +172,7 @@ def _explicit(
         weights = torch.cat([logits, sinks], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
     else:
         weights = logits.softmax(dim=-1, dtype=torch.float32)
-    weights = torch.dropout(weights.to(value.dtype), dropout, train=True)  # of who trains the model
+    weights = torch.dropout(weights.to(value.dtype), dropout, train=True)  # 0, but for who trains
     return (weights @ value).transpose(1, 2).contiguous()
 
 

@@ -225,9 +225,9 @@ class Group:
     def scatter(self, output: torch.Tensor) -> torch.Tensor:
         """``[rows, size, ...]`` of this group to ``[tokens, ...]`` of the forward."""
         flat = output.flatten(0, 1)
-        return (
-            flat if self._ragged is None else flat.index_select(0, self._ragged[1].on(flat.device))
-        )
+        if self._ragged is None:
+            return flat
+        return flat.index_select(0, self._ragged[1].on(flat.device))
 
     def mask(
         self, pattern: Pattern, dtype: torch.dtype, device: torch.device

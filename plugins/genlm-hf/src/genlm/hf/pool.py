@@ -104,9 +104,14 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
     def begin(self, part: Part, states: torch.Tensor) -> None:
         """Make room for what the first forward computes: in a slab of its own, since the layers
         above are not known yet."""
-        _, heads, _, dim = states.shape
-        self._hold(Slab([part], states.new_zeros(1, self.rows, heads, self.columns, dim)))
-        self.bytes_per_column += heads * dim * states.element_size()
+        self._hold(self._empty([part], states))
+        self.bytes_per_column += states.shape[1] * states.shape[3] * states.element_size()
+
+    def _empty(self, parts: Sequence[Part], like: torch.Tensor) -> Slab:
+        # Zeros, not garbage: a masked column still takes part in the product with the values, and 0
+        # * nan is nan.
+        _, heads, _, dim = like.shape
+        return Slab(parts, like.new_zeros(len(parts), self.rows, heads, self.columns, dim))
 
     def _hold(self, slab: Slab) -> None:
         self._slabs.append(slab)
@@ -125,8 +130,7 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
 
     def _resized(self, parts: Sequence[Part], kept: Places) -> Slab:
         old = [getattr(self.layers[layer], name) for layer, name in parts]
-        _, heads, _, dim = old[0].shape
-        slab = Slab(parts, old[0].new_zeros(len(parts), self.rows, heads, self.columns, dim))
+        slab = self._empty(parts, old[0])
         for fresh, states in zip(slab.states, old, strict=True):
             moved = states[kept.on(states.device), :, : self.columns]
             fresh[: len(moved), :, : moved.shape[2]] = moved
