@@ -182,8 +182,11 @@ def test_a_wrong_result_is_an_error_of_its_own_request():
             row = super().row(query)
             return row[:10] if query.token_ids == (13,) else row
 
-        def _draw(self, query, params):
-            return [-1] if query.token_ids == (13,) else super()._draw(query, params)
+        def _draws(self, queries, params):
+            drawn = super()._draws(queries, params)
+            return [
+                [-1] if q.token_ids == (13,) else d for q, d in zip(queries, drawn, strict=True)
+            ]
 
         def _score(self, query, continuation):
             return torch.zeros(7)

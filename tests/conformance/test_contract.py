@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from genlm.core import AsyncLM, PluginError, Query, hookimpl
+from genlm.core import AsyncLM, PluginError, hookimpl
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
 from genlm.core.runtime.results import FIRST
 
@@ -143,8 +143,10 @@ def test_what_is_declined_is_made_from_rows(load, base):
         @hookimpl
         def genlm_sequence_logprobs(self, queries, continuations): ...
 
-        def _result(self, request):
-            return super()._result(request) if isinstance(request, Query) else None
+        def _draws(self, queries, params):
+            return [None] * len(queries)
+
+        def _score(self, query, continuation): ...
 
     lm, native = load(Engine, check=True), load(MockEngine)
     assert lm.sample_sync([1], 3, [], seed=1) == native.sample_sync([1], 3, [], seed=1)

@@ -14,6 +14,7 @@ from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
 from genlm.core.types import query_of
 
 from .mutants import MUTANTS
+from .mutants.registry import OneAfterTheOther
 from .mutants.working_engine import WorkingEngine
 
 pytestmark = pytest.mark.any_version
@@ -70,7 +71,7 @@ class LongOnesNeverEnd(ContinuousMockEngine):
         return 10**9 if query_of(request).length > 100 else super()._steps_of(request)
 
 
-class SecondBest(ContinuousMockEngine):
+class SecondBest(OneAfterTheOther, ContinuousMockEngine):
     """Its draws of more than a token end in the second best one."""
 
     def _draw(self, query: Any, params: Any) -> list[int]:
@@ -79,7 +80,7 @@ class SecondBest(ContinuousMockEngine):
         return [*drawn, int(best[1]) if drawn else last]
 
 
-class SeedsOfTheBatch(ContinuousMockEngine):
+class SeedsOfTheBatch(OneAfterTheOther, ContinuousMockEngine):
     """A seed means another draw where others are in flight."""
 
     def _draw(self, query: Any, params: Any) -> list[int]:

@@ -7,7 +7,7 @@ from attrs import evolve
 from genlm.core import hookimpl
 from genlm.core.mock import MockEngine
 
-from .registry import Forgetting, Keeping, breaks
+from .registry import Forgetting, Keeping, OneAfterTheOther, breaks
 from .state import begins
 
 
@@ -122,7 +122,7 @@ class AdapterSwitchLost(MockEngine):
 
 
 @breaks("adapter_in_sampling", "https://github.com/lightseekorg/tokenspeed/pull/976")
-class DrawsForgetTheAdapter(Forgetting, MockEngine, left=dict):
+class DrawsForgetTheAdapter(OneAfterTheOther, Forgetting, MockEngine, left=dict):
     """What a draw leaves is kept as the base model's."""
 
     def _draw(self, query, params):

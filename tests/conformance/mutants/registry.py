@@ -108,3 +108,13 @@ class Trouble:
             yield
         finally:
             self._left = 0
+
+
+class OneAfterTheOther:
+    """Over a mock: its draws are made one after the other, each by ``_draw``."""
+
+    def _draws(self, queries, params):
+        return [*map(self._draw, queries, params)]
+
+    def _draw(self, query, params):
+        return super()._draws([query], [params])[0]

@@ -8,7 +8,7 @@ from attrs import evolve
 from genlm.core import hookimpl
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
 
-from .registry import MUTANTS, breaks
+from .registry import MUTANTS, OneAfterTheOther, breaks
 from .rows import of
 
 
@@ -83,7 +83,7 @@ MUTANTS.changes(
 )
 
 
-class OneByOne(MockEngine):
+class OneByOne(OneAfterTheOther, MockEngine):
     """Draws each token by a draw of its own, from the context and with the parameters that
     ``change`` makes of the right ones, given how many were drawn before."""
 
@@ -165,7 +165,7 @@ MUTANTS.changes(
 
 
 @breaks("unseeded_after_seeded")
-class SeedStaysSet(MockEngine):
+class SeedStaysSet(OneAfterTheOther, MockEngine):
     """A seed sets the one generator of the process: draws without a seed follow from it."""
 
     last = None
@@ -178,7 +178,7 @@ class SeedStaysSet(MockEngine):
 
 
 @breaks("several_stop_tokens", "https://github.com/vllm-project/vllm/issues/792")
-class FourthStopTokenForgotten(MockEngine):
+class FourthStopTokenForgotten(OneAfterTheOther, MockEngine):
     """There is room for three stop tokens; of others only the text is taken out."""
 
     def _draw(self, query, params):
@@ -188,7 +188,7 @@ class FourthStopTokenForgotten(MockEngine):
 
 
 @breaks("longest_context")
-class DrawEndsBeforeTheLimit(MockEngine):
+class DrawEndsBeforeTheLimit(OneAfterTheOther, MockEngine):
     """A draw that would fill the context ends one token before."""
 
     def _draw(self, query, params):
@@ -197,7 +197,7 @@ class DrawEndsBeforeTheLimit(MockEngine):
 
 
 @breaks("long_continuations")
-class TokenBeforeTheStopLost(MockEngine):
+class TokenBeforeTheStopLost(OneAfterTheOther, MockEngine):
     """What is held back until it is known whether the draw stops is lost when it does."""
 
     def _draw(self, query, params):
@@ -211,7 +211,7 @@ class TokenBeforeTheStopLost(MockEngine):
     "https://github.com/huggingface/transformers/issues/37574",
     max_context=1024,
 )
-class DrawsInARingOf128(MockEngine):
+class DrawsInARingOf128(OneAfterTheOther, MockEngine):
     """Tokens that are drawn are written into a ring of 128."""
 
     def _draw(self, query, params):

@@ -19,7 +19,7 @@ import numpy as np
 from attrs import define, field
 
 from genlm.core.checks import describe_error, safe_repr
-from genlm.core.drawer import TokenDrawer
+from genlm.core.drawer import Draw, TokenDrawer
 from genlm.core.errors import EngineDeadError, InvalidOptionError, ModelNotFoundError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM
@@ -121,7 +121,7 @@ class MockEngine:
         if max(how.max_tokens for how in params) > LONGEST_DRAW:
             return None
         self._evaluate(queries)
-        return [self._draw(query, how) for query, how in zip(queries, params, strict=True)]
+        return self._draws(queries, params)
 
     @hookimpl
     def genlm_sequence_logprobs(
@@ -144,14 +144,20 @@ class MockEngine:
             return row
         return hashed_row(query.token_ids, query.adapter, self.vocab_size)
 
-    def _draw(self, query: Query, params: SamplingParams) -> list[int]:
-        drawer = TokenDrawer(params)
-        drawn: list[int] = []
-        while len(drawn) < params.max_tokens:
-            token_id = drawer.draw(self.row(query.extended(tuple(drawn))))
-            if token_id in params.stop_token_ids:
-                break
-            drawn.append(token_id)
+    def _draws(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]]:
+        """One for each query, a token of all at a time."""
+        drawers = [TokenDrawer(how) for how in params]
+        drawn: list[list[int]] = [[] for _ in queries]
+        going = [at for at, how in enumerate(params) if how.max_tokens]
+        while going:
+            rows = [self.row(queries[at].extended(tuple(drawn[at]))) for at in going]
+            token_ids = Draw([drawers[at] for at in going], rows)([])
+            found, going = zip(going, token_ids, strict=True), []
+            for at, token_id in found:
+                if token_id not in params[at].stop_token_ids:
+                    drawn[at].append(token_id)
+                    if len(drawn[at]) < params[at].max_tokens:
+                        going.append(at)
         return drawn
 
     def _score(self, query: Query, continuation: Sequence[int]) -> torch.Tensor:
@@ -250,7 +256,7 @@ class ContinuousMockEngine(MockEngine):
             finished = [request for request, left in self._in_flight.items() if left <= 0]
             for request in finished:
                 del self._in_flight[request]
-            return [Answer(request, self._result(request)) for request in finished]
+            return self._answers(finished)
         except Exception:
             self._in_flight.clear()
             raise
@@ -258,9 +264,13 @@ class ContinuousMockEngine(MockEngine):
     def _steps_of(self, request: Request) -> int:
         return request.params.max_tokens if isinstance(request, SampleRequest) else self._steps
 
-    def _result(self, request: Request) -> torch.Tensor | list[int]:
-        if isinstance(request, SampleRequest):
-            return self._draw(request.query, request.params)
+    def _answers(self, finished: Sequence[Request]) -> list[Answer]:
+        draws = [request for request in finished if isinstance(request, SampleRequest)]
+        drawn = self._draws([draw.query for draw in draws], [draw.params for draw in draws])
+        others = [request for request in finished if not isinstance(request, SampleRequest)]
+        return [*map(Answer, draws, drawn), *map(Answer, others, map(self._result, others))]
+
+    def _result(self, request: Query | ScoreRequest) -> torch.Tensor:
         if isinstance(request, ScoreRequest):
             return self._score(request.query, request.continuation)
         return self.row(request)
