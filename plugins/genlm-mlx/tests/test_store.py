@@ -7,6 +7,7 @@ import random
 
 import mlx.core as mx
 import pytest
+import torch
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import gpt_oss
 from structlog.testing import capture_logs
@@ -369,6 +370,19 @@ def test_scores_have_mass_on_the_first_tokens_only(
         (row,) = engine.logprobs([Query((*context, *tokens[:at]), cold=True)])
         right = row[:width].log_softmax(-1)[tokens[at]]
         assert abs(scores[at] - right) < 1e-3 < abs(scores[at] - row[tokens[at]])
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_scores_whatever_type_a_program_gives_to_its_tensors(
+    folders: Folders, default: torch.dtype
+) -> None:
+    engine = load(str(folders("llama")), {})
+    torch.set_default_dtype(default)
+    try:
+        (scores,) = engine.genlm_sequence_logprobs([Query((1, 2))], [(3, 4)], engine.vocab_size)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert scores.dtype == torch.float32
 
 
 def test_the_probe_leaves_nothing_behind(folders: Folders) -> None:

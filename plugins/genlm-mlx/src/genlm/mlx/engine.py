@@ -195,7 +195,7 @@ def _scored(
     """Scores that are computed together, but for what would need too much memory."""
     wanted = ScoredRows(scored_sequences(queries, continuations), continuations)
     sizes = [*map(len, continuations)]
-    scores = torch.empty(sum(sizes))
+    scores = torch.empty(sum(sizes), dtype=torch.float32)
     ends = [*accumulate(piece.keep for piece in wanted.pieces)]
     states = STATES if isinstance(store, Blocks) else len(ends)
     for _, group in groupby(range(len(ends)), key=lambda at: (ends[at] // ROWS, at // states)):
