@@ -1,15 +1,18 @@
-"""What a closed model has left behind."""
+"""What a model has left behind in its process."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import random
 import tempfile
 import threading
 from collections.abc import Collection
 from pathlib import Path
 
+import numpy as np
 import psutil
+import torch
 
 
 def left_behind(made: Collection[str] = ()) -> dict[str, object]:
@@ -31,3 +34,9 @@ def left_behind(made: Collection[str] = ()) -> dict[str, object]:
         "threads": sorted(str(thread) for thread in threading.enumerate()),
         "processes": process.children(recursive=True),
     }
+
+
+def random_states() -> tuple[object, ...]:
+    """Of the generators that a program shares with its models."""
+    of_numpy = np.random.get_state()[1].tobytes()
+    return random.getstate(), of_numpy, torch.get_rng_state().tolist()

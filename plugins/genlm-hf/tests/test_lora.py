@@ -19,6 +19,7 @@ from genlm.hf.engine import HFEngine
 from tests.adapter_kinds import KINDS, make_adapter
 from tests.adapter_outcomes import reference_rows
 from tests.engines import add_lora, rows_of
+from tests.left_behind import random_states
 
 pytest.importorskip("peft", reason="LoRA needs peft")
 
@@ -57,6 +58,15 @@ def test_a_model_whose_weights_are_offloaded(
     plain = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     expected = plain(torch.tensor([CONTEXT])).logits[0, -1].log_softmax(-1)
     torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+
+
+def test_an_adapter_leaves_the_random_generators_alone(
+    tiny: str, lora_folders: dict[str, str]
+) -> None:
+    engine = HFEngine(AutoModelForCausalLM.from_pretrained(tiny), None)
+    before = random_states()
+    add_lora(engine, Adapter("a", lora_folders["a"], 1))
+    assert random_states() == before
 
 
 def test_an_error_inside_a_mixed_batch_leaves_nothing(

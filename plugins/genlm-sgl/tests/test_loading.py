@@ -3,14 +3,12 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import json
-import random
 import shutil
 import tempfile
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from packaging.requirements import Requirement
@@ -29,7 +27,7 @@ from genlm.sgl import AsyncSGLTransformer, loading
 from genlm.sgl.options import gpu_index
 from genlm.sgl.plugin import genlm_backend_info, genlm_load
 from genlm.sgl.weights import required
-from tests.left_behind import left_behind
+from tests.left_behind import left_behind, random_states
 
 SMALL = {"max_total_tokens": 1024}
 
@@ -157,17 +155,9 @@ def test_models_that_are_closed_or_fail_to_load_leave_nothing_behind(tiny, tmp_p
 
 
 def test_loading_leaves_the_random_generators_alone(tiny):
-    def seed():
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-
-    def draw():
-        return random.random(), np.random.random(), torch.rand(1).item()
-
-    seed()
-    expected = draw()
-    seed()
+    before = random_states()
     with AsyncSGLTransformer.from_name(tiny, SMALL):
-        assert draw() == expected
+        assert random_states() == before
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(tiny, tmp_path):

@@ -19,6 +19,7 @@ LIFE = textwrap.dedent(
     import asyncio, os, sys, tempfile, threading
     import psutil, torch
     from genlm.vllm import AsyncVirtualLM
+    from tests.left_behind import random_states
 
     small = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 4,
              "kv_cache_memory_bytes": 64 << 20}
@@ -61,7 +62,9 @@ LIFE = textwrap.dedent(
     before["threads"].add("tqdm_monitor")  # one for all progress bars of a process
 
     # With experts after one without, while that is open.
+    states = random_states()
     one = load(plain)
+    assert random_states() == states, "a program's seeds hold"
     expected = row(one)
     two = load(experts)
     of_experts = row(two)

@@ -16,6 +16,7 @@ from genlm.hf.base_weights import (
 )
 from genlm.hf.lora_config import changes, lora_config, require_known_tokens
 from genlm.hf.names import in_names_of
+from genlm.kit import randomness
 from genlm.kit.adapter_files import AdapterFolder, Feature, module_shapes, read_adapter
 from genlm.kit.memory import is_out_of_memory
 
@@ -70,6 +71,7 @@ class AdapterSet:
 
         return folder
 
+    @randomness.left_alone()
     def add(self, adapter: Adapter, folder: AdapterFolder) -> None:
         """Load an adapter's weights.
 

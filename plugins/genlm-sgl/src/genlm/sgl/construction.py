@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from genlm.core.options import unknown_argument
 from genlm.sgl import attention
@@ -139,15 +134,3 @@ def _forget_frames() -> None:
             for value in list(vars(module).values()):
                 if isinstance(value, BaseException):
                     value.__traceback__ = value.__context__ = None
-
-
-@contextlib.contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """SGLang seeds the generators of the whole process: restore them."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])

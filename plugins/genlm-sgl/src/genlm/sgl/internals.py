@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from genlm.core.errors import BackendUnavailableError, EngineError, InvalidOptionError
+from genlm.kit import randomness
 from genlm.sgl import attention
-from genlm.sgl.construction import construct, preserved_random_state, release_globals
+from genlm.sgl.construction import construct, release_globals
 from genlm.sgl.repairs import Limit, repair
 
 
@@ -49,7 +50,7 @@ class Scheduler:
                 "model first, or use another process"
             )
         try:
-            with preserved_random_state():
+            with randomness.left_alone():
                 self._scheduler = construct(options, gpu_id)
             self._require_room()
         except BaseException:

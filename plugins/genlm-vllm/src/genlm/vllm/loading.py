@@ -15,6 +15,7 @@ from typing import Any
 from genlm.core.checks import describe_error, integer
 from genlm.core.errors import EngineError, GenlmError, InvalidOptionError
 from genlm.core.logs import get_logger
+from genlm.kit import randomness
 from genlm.kit.memory import is_out_of_memory
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
 from genlm.kit.settings import (
@@ -47,6 +48,7 @@ OF_THE_MODEL = ("model_executor", "transformers_utils", "v1/attention")
 NO_SUCH_MODEL = ("Model architectures", "Pooling models", "Unknown quantization method")
 
 
+@randomness.left_alone()
 def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     """Start vLLM on the calling thread.
 
