@@ -16,7 +16,7 @@ from genlm.kit.kv import trunks
 from genlm.kit.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Resize, Shift
 from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sharing import Family, families_of
-from genlm.kit.segments import Row
+from genlm.kit.segments import Row, Segment
 
 from .test_planner import Wanted
 
@@ -68,6 +68,7 @@ def cost(program: Program, budget: int) -> Cost:
             computed += sum(one.sequence.length - one.start for one in batch)
             planner.commit(batch)
             most = max(most, planner.tree.positions)
+    planner.tree.check_integrity()
     return batches, computed, meter.moved, most
 
 
@@ -325,3 +326,31 @@ def test_all_rows_are_looked_at_only_when_some_are_new(monkeypatch: pytest.Monke
         for batch in planner.batches([Wanted(context) for context in contexts]):
             planner.commit(batch)
     assert len(looked) <= 3
+
+
+def seen(looks: list[Segment], asked: Callable[[Segment], object], segment: Segment) -> object:
+    looks.append(segment)
+    return asked(segment)
+
+
+def test_a_step_does_not_look_at_all_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU tens of thousands of rows are kept after some hours: to sort them, or to look for
+    the longest, takes longer than a step."""
+    rng = random.Random(1)
+    planner: Planner[Wanted] = Planner(Meter(10**7))
+
+    def step(contexts: Sequence[Sequence[int]]) -> None:
+        for batch in planner.batches([Wanted(context) for context in contexts]):
+            planner.commit(batch)
+
+    step([some(rng, rng.randrange(10, 200)) for _ in range(2000)])
+    live = [some(rng, 50) for _ in range(4)]
+    step(live)
+    looks: list[Segment] = []
+    for name in ("key", "size"):
+        asked = vars(Segment)[name].fget
+        monkeypatch.setattr(Segment, name, property(partial(seen, looks, asked)))
+    for _ in range(40):
+        live = [(*ids, rng.randrange(99)) for ids in live]
+        step([*live, some(rng, 50)])
+    assert len(looks) < 40 * 100

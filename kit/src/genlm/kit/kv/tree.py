@@ -12,6 +12,9 @@ from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.prefixes import key_of, nearest_of, prefix_of, tokens_in
 from genlm.kit.segments import Row, Segment, Trunk
 
+#: Of more than one in so many that have changed, all are sorted anew.
+FEW = 16
+
 
 class Tree:
     """Segments of one table.
@@ -36,9 +39,12 @@ class Tree:
         self._pins: set[Segment] = set()
         self._ends: dict[tuple[int, int], Segment] = {}  # the kept ones by name
         self._free: list[int] = []  # a heap: the lowest is taken first
-        # The kept ones by key, for searches, and the keys; none where some have changed since.
+        # The kept ones by key, for searches, and the keys, as of the last search; since then some
+        # have gone or changed, whose keys these are, and some have come or changed.
         self._sorted: list[Segment] = []
-        self._keys: list[bytes] | None = []
+        self._keys: list[bytes] = []
+        self._gone: list[bytes] = []
+        self._come: dict[Segment, None] = {}
 
     @property
     def positions(self) -> int:
@@ -71,9 +77,7 @@ class Tree:
 
     def nearest(self, key: bytes) -> tuple[Segment | None, int]:
         """The segment that shares the most leading tokens with ``key``, and how many."""
-        if self._keys is None:
-            self._sorted = sorted(self.kept, key=attrgetter("key"))
-            self._keys = [segment.key for segment in self._sorted]
+        self._sort()
         at, common = nearest_of(self._keys, key)
         shared = tokens_in(common)
         if shared == 0:
@@ -82,6 +86,29 @@ class Tree:
         ending = prefix_of(key, shared)
         first = bisect_left(self._keys, ending)
         return self._sorted[first if self._keys[first] == ending else at], shared
+
+    def _unsort(self, segment: Segment) -> None:
+        """Note that a kept segment is dropped, or is about to get another key."""
+        if segment in self._come:
+            del self._come[segment]
+        else:
+            self._gone.append(segment.key)
+
+    def _sort(self) -> None:
+        """Sort the kept ones by key: the few that have changed one by one, else all anew."""
+        if FEW * (len(self._gone) + len(self._come)) > len(self._keys):
+            self._sorted = sorted(self.kept, key=attrgetter("key"))
+            self._keys = [segment.key for segment in self._sorted]
+        else:
+            for key in self._gone:
+                at = bisect_left(self._keys, key)
+                del self._keys[at], self._sorted[at]
+            for segment in self._come:
+                at = bisect_left(self._keys, segment.key)
+                self._keys.insert(at, segment.key)
+                self._sorted.insert(at, segment)
+        self._gone.clear()
+        self._come.clear()
 
     def with_paths(self, segments: Iterable[Segment]) -> set[Segment]:
         """Some segments, and all trunks below them."""
@@ -148,14 +175,11 @@ class Tree:
         self.running.discard(segment)
         self.kept[segment] = None
         self._ends[segment.name] = segment
-        if self._keys is not None:
-            at = bisect_left(self._keys, segment.key)
-            self._keys.insert(at, segment.key)
-            self._sorted.insert(at, segment)
+        self._come[segment] = None
 
     def rename(self, row: Row, context: Context) -> None:
         """Let a kept row end where another context does; it must be kept again."""
-        self._keys, self._sorted = None, []
+        self._unsort(row)
         del self.kept[row]
         if self._ends.get(row.name) is row:
             del self._ends[row.name]
@@ -193,10 +217,8 @@ class Tree:
     def drop(self, segment: Segment) -> None:
         """Forget a kept segment."""
         self.state = object()
+        self._unsort(segment)
         del self.kept[segment]
-        if self._keys is not None:
-            at = bisect_left(self._keys, segment.key)
-            del self._keys[at], self._sorted[at]
         if self._ends.get(segment.name) is segment:  # not another one of the same hash
             del self._ends[segment.name]
         self.discard(segment)
@@ -218,9 +240,9 @@ class Tree:
         """Forget everything; the table is empty."""
         for segment in [*self.kept, *self.running]:
             segment.leave()
-        for emptied in (self.kept, self._ends, self._pins, self.rows, self.running):
+        for emptied in (self.kept, self._ends, self._pins, self.rows, self.running, self._come):
             emptied.clear()
-        self._keys, self._sorted, self.state = [], [], object()
+        self._keys, self._sorted, self._gone, self.state = [], [], [], object()
         self.row_positions = self.trunk_positions = 0
         self.resized(0, 0, ())
 

@@ -42,6 +42,9 @@ class Trunks:
         self._table = table
         self._roomy, self._tight = worth, evolve(worth, plenty=0)
         self._new_rows = 0  # since rows were last looked at for what they have in common
+        # What a look for rows that are too long was made with, if it found none; new rows since.
+        self._vain: tuple[int, Worth, int] | None = None
+        self._since_vain = 0
 
     def share_forked(self, batch: Sequence[Placement[Any]], needs: Needs) -> bool:
         """Turn into trunks what several contexts will share, and rows that are too long beside
@@ -105,18 +108,34 @@ class Trunks:
             grown: Rows in whose place some of these come.
         """
         tree = self._tree
-        columns, more = max(columns, tree.columns), len(new) - len(grown)
+        asked, columns, more = columns, max(columns, tree.columns), len(new) - len(grown)
         total = tree.row_positions + sum([size for size, _ in new]) - sum(row.size for row in grown)
         worth = self.worth(more, columns)
         short = columns >= worth.trunk and worth is self._tight
         if not (short or worth.too_wide(columns, len(tree.rows) + more, total)):
             return []
+        if self._was_in_vain(asked, worth, len(new)):
+            return []
         rows: list[tuple[int, Row | T]] = [(row.size, row) for row in tree.rows if row not in grown]
         rows += new
-        others = [each for each in rows if each[0] < worth.trunk]
         if short and worth.saves_room([size for size, _ in rows], columns):
-            return worth.long(rows) + worth.outliers_of(others)
-        return worth.outliers_of(rows)
+            others = [each for each in rows if each[0] < worth.trunk]
+            found = worth.long(rows) + worth.outliers_of(others)
+        else:
+            found = worth.outliers_of(rows)
+        self._vain = None if found else (asked, worth, len(tree.rows))
+        self._since_vain = 0
+        return found
+
+    def _was_in_vain(self, columns: int, worth: Worth, new: int) -> bool:
+        """Whether the last look at all rows found none that is too long, and not much has changed:
+        of thousands of rows a look in every step would take longer than the step."""
+        self._since_vain += new
+        if self._vain is None:
+            return False
+        most, weighed, rows = self._vain
+        changed = self._since_vain + abs(len(self._tree.rows) - rows)
+        return columns <= most and worth is weighed and NEW * changed < rows
 
     def share_common(self, needs: Needs) -> bool:
         """If the table would take much more than its contents, turn into trunks what rows have in
