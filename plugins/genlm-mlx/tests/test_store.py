@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -181,6 +182,26 @@ def test_rows_are_right_and_bytes_bounded_under_any_budget(folders: Folders, kin
             row = tried.kept.nbytes / len(tried.kept)  # they have about one length
             assert tried.kept.nbytes <= (1.5 if kind is Blocks else 2) * 7 * row + rows * 20_000
             keys = [(*keys[token], 99), *[(*key, token) for key in keys[:-1]]]
+
+
+def test_a_full_table_keeps_its_size_while_batches_differ_a_little(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To make it smaller or larger takes a copy of all of it."""
+    resized: list[int] = []
+    resize = Table._resize
+
+    def seen(table: Table, slots: int, *how: Any) -> None:
+        resized.append(slots)
+        resize(table, slots, *how)
+
+    tried = Tried(folders("llama"), Store, 1_000_000)
+    tried.ask(*keys_of(300, 20))
+    monkeypatch.setattr(Table, "_resize", seen)
+    for step in range(20):
+        tried.ask(*keys_of(2 + step % 3, 20, seed=1 + step))
+    assert len(tried.kept) < 300
+    assert len(resized) <= 3
 
 
 def test_what_is_known_costs_its_last_token(shared: Tried) -> None:

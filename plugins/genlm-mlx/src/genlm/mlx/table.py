@@ -18,6 +18,9 @@ from genlm.mlx.windows import windows_of
 #: copied at once, which costs less per row in MLX, because no row has to be cut out.
 FEW_FORKS = 6
 
+#: The limit stays while the next one is lower by no more than one in this many.
+A_LITTLE = 8
+
 
 class TableLayer:
     """One layer, in the form of a cache of mlx-lm: keys and values ``[slots, heads, columns,
@@ -89,6 +92,7 @@ class Table:
         self.layout: Layout
         self.in_hand = 0
         self._aside = Aside(max_bytes)
+        self._limit = 0  # the last one, in positions
         cache = runner.empty_cache()
         runner.feed(cache, [0], [[0]])  # only after this the size of a position is known
         self.layers = [
@@ -109,9 +113,13 @@ class Table:
         mx.eval([layer.state for layer in self.layers])
 
     def limit(self, used: int) -> int:
-        """The most positions: for the current call, for pinned contexts, and some aside."""
+        """The most positions: for the current call, for pinned contexts, and some aside. A little
+        less than the last time is as much as that: to shrink, the table would be copied."""
         used += self.in_hand
-        return used + self._aside.limit(used * self.position_bytes) // self.position_bytes
+        limit = used + self._aside.limit(used * self.position_bytes) // self.position_bytes
+        if not limit <= self._limit <= limit + limit // A_LITTLE:
+            self._limit = limit
+        return self._limit
 
     def do(self, command: commands.Command) -> None:
         """Work on one layer at a time, to keep the peak of memory low."""
@@ -120,6 +128,7 @@ class Table:
                 self._resize(rows, columns, kept)
                 if not rows:
                     self._aside.clear()
+                    self._limit = 0
             case commands.NewTrunk(trunk):
                 trunk.layers = [
                     tuple(_zeros(state, 1, trunk.size) for state in layer.state)
