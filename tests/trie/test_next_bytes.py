@@ -13,7 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm.core import InvalidInputError, InvalidOptionError, MockAsyncLM, Token
+from genlm.core import (
+    InvalidInputError,
+    InvalidOptionError,
+    MockAsyncLM,
+    Token,
+    UnknownAdapterError,
+)
 from genlm.core.trie import BytePrefix, TokenCharacterTrie, next_bytes_logprob
 
 from ..conftest import PATIENCE
@@ -288,6 +294,22 @@ def test_what_changes_while_a_text_is_followed_changes_nothing():
         found = asyncio.run(followed(lm, changes=True))
         lm.clear_lora()
         assert found == asyncio.run(followed(lm, changes=False))
+
+
+def test_a_text_ends_with_its_adapter():
+    """Rows of two adapters make no distribution."""
+
+    async def follow(lm: MockAsyncLM) -> None:
+        lm.add_new_lora("first", "one")
+        prefix = await (await BytePrefix.after(lm, [72], "one")).extend(b"a")
+        lm.add_new_lora("second", "one")
+        with pytest.raises(UnknownAdapterError, match="bound again"):
+            await prefix.extend(b"bc")
+        again = await BytePrefix.after(lm, [72], "one")
+        await again.extend(b"abc")
+
+    with MockAsyncLM() as lm:
+        asyncio.run(follow(lm))
 
 
 def test_a_text_of_which_the_likely_ways_end_is_followed_by_the_others():

@@ -21,6 +21,7 @@ from genlm.core.runtime.askers import all_of
 from genlm.core.tokenization.token import Token
 from genlm.core.trie.nodes import Nodes
 from genlm.core.trie.trie import TokenCharacterTrie
+from genlm.core.types import Adapter
 
 Floats = npt.NDArray[np.float64]
 
@@ -92,7 +93,7 @@ class BytePrefix:
     Almost all ways to write a text as tokens have next to no probability. At each byte, one that
     ends there is followed if it has at least ``min_share`` of the likeliest one's probability.
 
-    Make one with :meth:`after`.
+    Make one with :meth:`after`. If its adapter is bound again, it needs a new one.
 
     Attributes:
         lm: The model.
@@ -114,7 +115,7 @@ class BytePrefix:
     """
 
     lm: AsyncLM
-    _lora_name: str | None
+    _adapter: Adapter | None
     _trie: TokenCharacterTrie
     _is_text: npt.NDArray[np.bool_]  # of each item by rank: not special, and not without bytes
     _min_share: float
@@ -167,8 +168,7 @@ class BytePrefix:
         first = Reading(context, 0.0, trie.root)
         is_text = ~trie.is_special[trie.positions]
         is_text[: trie.nodes.ending(trie.root)] = False
-        name = adapter.name if adapter else None
-        return cls(lm, name, trie, is_text, min_share, first, (first,))
+        return cls(lm, adapter, trie, is_text, min_share, first, (first,))
 
     async def next_byte_logprobs(self) -> Floats:
         """The distribution of the next byte, given the context and the text so far.
@@ -251,14 +251,17 @@ class BytePrefix:
         if not self._asked:
             inside = [reading for reading in self._readings if reading.masses is not None]
             begun = [reading for reading in self._readings if reading.masses is None]
+            name = self._adapter.name if self._adapter else None
             try:
                 rows = await all_of(
-                    self.lm.next_token_logprobs(each.context, self._lora_name) for each in begun
+                    self.lm.next_token_logprobs(each.context, name) for each in begun
                 )
             except InvalidQueryError as error:
                 if not self.text:
                     raise
                 raise InvalidQueryError(f"{error}: the text after it needs room, too") from None
+            if begun and (outdated := self.lm._adapters.outdated(self._adapter)) is not None:
+                raise outdated  # the rows before are another adapter's
             for reading, row in zip(begun, rows, strict=True):
                 masses = row.detach().cpu().double().exp().numpy()[self._trie.positions]
                 if masses.any():  # else nothing comes next, as where a wrapper bans all
