@@ -69,6 +69,25 @@ def test_an_adapter_leaves_the_random_generators_alone(
     assert random_states() == before
 
 
+def test_adapters_by_turns_touch_no_weights(
+    tiny: str, lora_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT's own switch sets, for each weight of all adapters, whether it is trained. With many
+    adapters that takes longer than a forward."""
+    engine = HFEngine(AutoModelForCausalLM.from_pretrained(tiny), None)
+    a, b = Adapter("a", lora_folders["a"], 1), Adapter("b", lora_folders["b"], 2)
+    for adapter in (a, b):
+        add_lora(engine, adapter)
+    contexts = [tuple(CONTEXT)]
+    expected = {each: reference_rows(tiny, each and each.path, contexts) for each in (None, a, b)}
+    touched: list[object] = []
+    monkeypatch.setattr(torch.nn.Parameter, "requires_grad_", lambda *how: touched.append(how))
+    for turn in (a, b, None, a, None, b):
+        rows = rows_of(engine, [Query(contexts[0], turn)])
+        torch.testing.assert_close(rows[0], expected[turn][0], atol=1e-4, rtol=0)
+    assert not touched
+
+
 def test_an_error_inside_a_mixed_batch_leaves_nothing(
     tiny: str, lora_folders: dict[str, str]
 ) -> None:

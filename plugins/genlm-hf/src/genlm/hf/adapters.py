@@ -58,6 +58,9 @@ class AdapterSet:
         self._wanted: list[str] | None = None  # of those of its rows that the output layer sees
         self._by_token: list[str] = []  # of all tokens of that
         self._hooks: list[Any] = []
+        # PEFT's, where it need not switch them itself: for each switch it sets, for all adapters,
+        # whether their weights are trained. None: some adapter changes more than such layers.
+        self._layers: list[Any] | None = None
 
     def read(self, adapter: Adapter) -> AdapterFolder:
         """Read an adapter's folder. Called from any thread, while the model computes.
@@ -119,9 +122,9 @@ class AdapterSet:
                 f"({type(error).__name__}: {' '.join(str(error).split()):.500}); give an adapter "
                 "made for this model, or merge it (merge_and_unload in PEFT)"
             ) from error
-        self._changed()
         self._alone[adapter.version] = bool(folder.features.keys() & ALONE)
         self._changes[adapter] = changed
+        self._changed()
 
     def _require_like_others(
         self, adapter: Adapter, changed: Mapping[str, tuple[str, str]]
@@ -280,17 +283,25 @@ class AdapterSet:
             self._enable(False)
             return
         if self._active != adapter.version:
-            self._peft.set_adapter(_name(adapter.version))
+            if self._layers is None:
+                self._peft.set_adapter(_name(adapter.version))
+            else:
+                for layer in self._layers:
+                    layer._active_adapter = [_name(adapter.version)]
             self._active = adapter.version
         self._enable(True)
 
     def _enable(self, enabled: bool) -> None:
-        """Switch PEFT's layers on or off; it walks over all modules, so only where that changes
-        something."""
-        if enabled != self._enabled:
+        """Switch PEFT's layers on or off, where that changes something."""
+        if enabled == self._enabled:
+            return
+        if self._layers is None:
             layers = self._peft.base_model
             (layers.enable_adapter_layers if enabled else layers.disable_adapter_layers)()
-            self._enabled = enabled
+        else:
+            for layer in self._layers:
+                layer._disable_adapters = not enabled
+        self._enabled = enabled
 
     def _changed(self) -> None:
         """PEFT has wrapped or unwrapped modules: the new ones are on, whatever the others are, and
@@ -302,14 +313,17 @@ class AdapterSet:
         self._active = self._enabled = None
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._layers = [], None
         if self._peft is not None:
             from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
+            layers = [each for each in self._model.modules() if isinstance(each, LoraLayer)]
+            if not any(self._alone.values()):
+                self._layers = layers
             self._hooks = [
-                module.register_forward_pre_hook(self._name_rows, with_kwargs=True)
-                for module in self._model.modules()
-                if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)
+                layer.register_forward_pre_hook(self._name_rows, with_kwargs=True)
+                for layer in layers
+                if not isinstance(layer, ParamWrapper)
             ]
 
     def _name_rows(
