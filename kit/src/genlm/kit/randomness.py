@@ -16,7 +16,7 @@ def left_alone() -> Iterator[None]:
     engine may seed them as it loads, or draw first weights that nobody sees."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     # On a GPU that nothing has used yet, there is no state to keep, and to ask would use it.
-    used = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    used = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(used):
         try:
             yield
