@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from genlm.conformance.compare import ROUNDING, brief, check
+from genlm.conformance.compare import ROUNDING, Violation, brief, check
 from genlm.conformance.contexts import EDGES
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
@@ -39,8 +39,17 @@ class LengthClauses:
         text = contexts.long(most)
         lengths = contexts.lengths(most)
         order = live.random("lengths").sample(lengths, len(lengths))
+        wrong: dict[int, Violation] = {}
         for length in [most, *order]:
-            live.check_row(text[:length], how="after others of its prefixes")
+            try:
+                live.check_row(text[:length], how="after others of its prefixes")
+            except Violation as violation:
+                wrong.setdefault(length, violation)
+        if wrong:
+            right = [length for length in lengths if length not in wrong]
+            raise Violation(
+                f"{wrong[min(wrong)]}\n  wrong at lengths {sorted(wrong)}; right at {right}"
+            )
         # Growing by a token across every edge, from what was kept.
         for length in (length for length in lengths if length + 1 in lengths):
             for end in (length, length + 1):
