@@ -17,7 +17,7 @@ from genlm.conformance.driver import Driver
 from genlm.conformance.properties import for_all
 from genlm.conformance.report import counterexample, run
 from genlm.conformance.subject import Subject
-from genlm.core import Query, hookimpl
+from genlm.core import Adapter, Query, hookimpl
 from genlm.core.mock import MockEngine
 
 from .faulty import OfTheMock, verdict_on
@@ -95,6 +95,11 @@ def test_a_failure_that_comes_and_goes_shows_the_violation() -> None:
     assert "The same example does not fail every time." in said
 
 
+def test_several_exceptions_are_told_line_by_line() -> None:
+    said = counterexample(ExceptionGroup("two", [KeyError("no slot"), ValueError("no name")]))
+    assert said.splitlines()[-2:] == ["KeyError: 'no slot'", "ValueError: no name"]
+
+
 class Raises(MockEngine):
     """A helper of the engine raises for longer contexts."""
 
@@ -117,6 +122,26 @@ def test_an_exception_of_the_engines_own_code_says_where_it_was_raised() -> None
     assert "raised by the engine's own code, in genlm_next_token_logprobs: " in verdict.detail
     assert __file__ in verdict.detail
     assert "in look_up" in verdict.detail
+
+
+class RaisesOnce(MockEngine):
+    """The first adapter cannot be removed."""
+
+    removed = 0
+
+    @hookimpl
+    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+        self.removed += 1
+        if self.removed == 1:
+            raise KeyError("no such slot")
+        return super().genlm_remove_lora(adapter)
+
+
+def test_a_failure_to_remove_an_adapter_does_not_fail_what_comes_later() -> None:
+    wanted = ("removed_adapter", "adapters_changed_in_flight", "many_adapters")
+    (verdict,) = run(OfTheMock(RaisesOnce, 0.1), only=lambda name: name in wanted).failed
+    assert verdict.clause == "removed_adapter"
+    assert "no such slot" in verdict.detail
 
 
 class Doubles(MockEngine):

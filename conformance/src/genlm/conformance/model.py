@@ -120,8 +120,8 @@ class Model:
 
     def remove(self, name: str) -> None:
         """Remove an adapter."""
+        del self.bound[name]  # first: an engine that raises has lost the name all the same
         self.lm.remove_lora(name)
-        del self.bound[name]
 
     def path_of(self, name: str | None) -> str | None:
         """The path of the adapter that a name stands for now."""

@@ -253,7 +253,7 @@ def counterexample(error: BaseException) -> str:
     """What an exception says, with the example that Hypothesis has noted on it."""
     lines = traceback.format_exception_only(error)
     if isinstance(error, BaseExceptionGroup):
-        lines += [counterexample(cause) for cause in error.exceptions]
+        lines += [f"{counterexample(cause)}\n" for cause in error.exceptions]
     elif origin_of := origin(error):
         lines[0] = f"{lines[0].rstrip()}{origin_of}\n"
     return "".join(lines).removeprefix(f"{type(error).__module__}.").strip()
