@@ -196,8 +196,8 @@ def genlm_step(
         samples: New draws. Equal ones are separate draws.
         scores: New scores.
         dropped: Requests in flight, of any kind, whose callers have all gone. Drop them now and
-            never answer them; an answer in this same step is ignored. An engine that does not name
-            ``dropped`` computes them to the end.
+            never answer them; an answer in this same step is ignored. An equal query may be new in
+            a later step. An engine that does not name ``dropped`` computes them to the end.
         width: How many ids the tokenizer has. Draws are of these, and scores are normalised over
             them; others are declined. An engine that does not name ``width`` is asked for no scores
             where ``vocab_size`` exceeds it (padded embeddings).
@@ -336,7 +336,7 @@ def genlm_cache_prefix(query: Query) -> bool | None:
 
     A pinned prefix stays until ``genlm_clear_kv_cache``, or until its adapter is removed; and a
     call that raises may lose it. Then the core asks for all of them again, also for those that are
-    still there. Return ``True``.
+    still there. Return ``True``; raise if there is no room for it.
     """
 
 

@@ -5,6 +5,10 @@ header of a safetensors file gives the names, shapes and types of the tensors. T
 one by one, to see that they are finite.
 What the file holds says which modules are adapted. Expressions of the configuration say whether it
 lacks some: they are compared with names for a limited time.
+
+An engine calls :func:`read_adapter`, then :meth:`AdapterFolder.require` with the features that it
+applies, :meth:`AdapterFolder.require_modules` with :func:`module_shapes` of its model, and
+:func:`read_tensor` for the two matrices of each of the folder's modules.
 """
 
 from genlm.kit.adapter_files.config import CONFIG, MOST_CONFIG, read_config
