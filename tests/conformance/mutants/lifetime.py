@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import torch
+
 from genlm.core import hookimpl
 from genlm.core.mock import ByteTokenizer, MockEngine
 
@@ -59,6 +61,16 @@ class KeepsEveryRow(Keeping, MockEngine, kept=list):
         rows = super().genlm_next_token_logprobs(queries)
         self.kept.append(rows.clone())
         return rows
+
+
+@breaks("removed_adapters_leave_nothing")
+class KeepsRemovedWeights(Keeping, MockEngine, kept=list):
+    """An adapter's weights stay when it is removed."""
+
+    @hookimpl
+    def genlm_add_lora(self, adapter):
+        self.kept.append(torch.ones(1000))
+        return super().genlm_add_lora(adapter)
 
 
 @breaks("nothing_is_left_after_close")

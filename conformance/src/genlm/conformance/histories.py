@@ -71,7 +71,8 @@ class HistoryClauses:
                 cold = live.lm.next_token_logprobs_uncached(context)
                 if cold.equal(row):
                     pytest.skip("the weights in this process are not those that the engine uses")
-                live.expect.same(live.ask(context), cold, f"{brief(context)} with other weights")
+                how = f"{brief(context)} with other weights, after clear_kv_cache()"
+                live.expect.same(live.ask(context), cold, how)
         live.model.clear()
         for context in contexts:
             live.check_row(context, how="with the old weights again")

@@ -17,6 +17,7 @@ import time
 import pytest
 from attrs import frozen
 
+from genlm.conformance.cast import MOVING
 from genlm.conformance.compare import Violation, brief, check
 from genlm.conformance.driver import Outcome, started
 from genlm.conformance.model import STARTS, imported
@@ -143,6 +144,32 @@ class LifecycleClauses:
                 left.append(alive())
         before, after = left
         after.check(before, third * row / 2, f"are left of {third} rows, after both clears")
+
+    def test_removed_adapters_leave_nothing(self, live: Subject) -> None:
+        """An adapter that is bound, asked for a row and removed again and again leaves no tensors,
+        threads or open files."""
+        name, *_ = live.needs_adapters(1)
+        row = len(live.lm.byte_vocab) * 4
+
+        def come() -> None:
+            live.model.bind(MOVING, name)
+            live.gather([live.contexts.stem[:4]], [MOVING])
+
+        def go() -> None:
+            live.model.remove(MOVING)
+            live.model.clear()
+
+        come()
+        go()  # what the first one leaves may be made once
+        come()
+        bound = alive()
+        go()
+        before = alive()
+        for _ in range(6):
+            come()
+            go()
+        most = max(2 * (bound.tensors - before.tensors), 3 * row)
+        alive().check(before, most, "are left of 6 adapters that were removed")
 
     def test_nothing_is_left_after_close(self, live: Subject) -> None:
         """A model that has been used and closed leaves no tensors, threads or open files."""
