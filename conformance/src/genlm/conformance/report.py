@@ -85,9 +85,11 @@ class Report:
     def first(self) -> Verdict | None:
         """Of the clauses that failed, the one to read first: one that says what is wrong, and not
         one in which everything meets. The others may have failed of the same fault."""
-        involved = [name.removeprefix("test_") for name in INVOLVED]
+        involved = {name.removeprefix("test_"): at for at, name in enumerate(INVOLVED)}
         return min(
-            self.failed, key=lambda one: (not one.violation, one.clause in involved), default=None
+            self.failed,
+            key=lambda one: (not one.violation, involved.get(one.clause, -1)),
+            default=None,
         )
 
     def summary(self) -> str:
