@@ -89,6 +89,14 @@ class StateOutlivesTheWeights(HFEngine):
         return None
 
 
+@breaks("weights_changed_in_place")
+class ColdFromState(HFEngine):
+    """Cold rows start from kept state too."""
+
+    def _rows(self, sequences, cold=False):
+        return super()._rows(sequences)
+
+
 @breaks("same_path_with_other_weights")
 class FolderReadOnce(Keeping, HFEngine, downloads=tempfile.mkdtemp, by_path=dict):
     """The files of an adapter are downloaded once, and never looked at again."""

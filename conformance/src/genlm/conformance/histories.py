@@ -54,8 +54,8 @@ class HistoryClauses:
             live.lm.clear_cache()
 
     def test_weights_changed_in_place(self, live: Subject) -> None:
-        """Where the model is a torch module: after its weights have changed, ``clear_cache`` and
-        ``clear_kv_cache`` leave nothing of the old ones."""
+        """Where the model is a torch module: after its weights have changed, a cold row has nothing
+        of the old ones, and no row after ``clear_cache`` and ``clear_kv_cache``."""
         from torch import nn
 
         model = live.lm.underlying_model
@@ -66,11 +66,14 @@ class HistoryClauses:
         for context in contexts:
             live.lm.cache_kv(context[:-1])
         with _changed_weights(model):
+            before = [live.lm.next_token_logprobs_uncached(context) for context in contexts]
             live.model.clear()
-            for context, row in zip(contexts, old, strict=True):
+            for context, row, early in zip(contexts, old, before, strict=True):
                 cold = live.lm.next_token_logprobs_uncached(context)
                 if cold.equal(row):
                     pytest.skip("the weights in this process are not those that the engine uses")
+                how = f"{brief(context)} with other weights, cold, while older state was kept"
+                live.expect.same(early, cold, how)
                 how = f"{brief(context)} with other weights, after clear_kv_cache()"
                 live.expect.same(live.ask(context), cold, how)
         live.model.clear()
