@@ -121,3 +121,15 @@ def test_a_clause_that_was_deleted_or_overridden() -> None:
         with pytest.raises(Violation, match="overrides test_large_batch without xfail"):
             suite.test_no_clause_is_missing()
     Excused().test_no_clause_is_missing()
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("SecondWakeIsLost", "genlm_wake must end the step"),
+        ("EndTokenAlwaysStops", "and not the model's own end-of-sequence token"),
+    ],
+)
+def test_a_failure_says_what_to_do(name: str, remedy: str) -> None:
+    mutant = MUTANTS[name]
+    assert remedy in verdict_on(of_a_mutant(mutant, effort=1.0), mutant.breaks).detail

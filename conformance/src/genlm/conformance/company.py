@@ -147,7 +147,11 @@ class CompanyClauses:
             live.expect.row(answer, row, how=f"during draws of {length} tokens")
             if order[0] == "row":
                 return
-        raise Violation(f"a row asked in call 3 of {length} of a draw was answered after the draw")
+        wakes = lm.supports("genlm_wake")
+        woken = "; genlm_wake must end the step, and the next ones compute both" if wakes else ""
+        raise Violation(
+            f"a row asked in call 3 of {length} of a draw was answered after the draw{woken}"
+        )
 
     def test_cancelled_draw_ends(self, live: Subject) -> None:
         """A long draw whose caller has gone is not drawn to its end, and what is asked next is

@@ -257,7 +257,11 @@ class SamplingClauses:
         prompts = [live.contexts.stem[:n] for n in (2, 4, 5)] * (count // 3)
         length = min(16, live.contexts.limit - 5)
         for ids in live.samples(prompts, length, temperature=100.0):
-            check(len(ids) == length, f"without stop tokens {length} were asked, {len(ids)} drawn")
+            check(
+                len(ids) == length,
+                f"a draw of {length} tokens without stop tokens ends after {len(ids)}: only "
+                "`stop_token_ids` stop, and not the model's own end-of-sequence token",
+            )
 
     def test_adapter_in_sampling(self, live: Subject) -> None:
         """A continuation is drawn with its adapter: greedy ones follow the adapter's rows, and
