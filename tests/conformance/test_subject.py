@@ -17,7 +17,7 @@ from genlm.conformance.driver import Driver
 from genlm.conformance.properties import for_all
 from genlm.conformance.report import counterexample, run
 from genlm.conformance.subject import Subject
-from genlm.core import Adapter, Query, hookimpl
+from genlm.core import Adapter, EngineDeadError, Query, hookimpl
 from genlm.core.mock import MockEngine
 
 from .faulty import OfTheMock, verdict_on
@@ -122,6 +122,26 @@ def test_an_exception_of_the_engines_own_code_says_where_it_was_raised() -> None
     assert "raised by the engine's own code, in genlm_next_token_logprobs: " in verdict.detail
     assert __file__ in verdict.detail
     assert "in look_up" in verdict.detail
+
+
+class DiesOnce(MockEngine):
+    """Dies of the first longer context, and does not when it is loaded again."""
+
+    has_died: ClassVar[list[Query]] = []
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        if not self.has_died and (long := [one for one in queries if one.length > 20]):
+            self.has_died.extend(long)
+            raise EngineDeadError("out of slots")
+        return super().genlm_next_token_logprobs(queries)
+
+
+def test_an_engine_that_died_in_a_clause_is_loaded_again_for_the_next() -> None:
+    wanted = ("rows_at_every_length", "draws_are_separate", "many_adapters")
+    (verdict,) = run(OfTheMock(DiesOnce, 0.1), only=lambda name: name in wanted).failed
+    assert verdict.clause == "rows_at_every_length"
+    assert "out of slots" in verdict.detail
 
 
 class RaisesOnce(MockEngine):

@@ -13,7 +13,7 @@ from genlm.conformance.compare import Violation
 from genlm.conformance.declaration import Declaration
 from genlm.conformance.driver import Awaited, Driver
 from genlm.conformance.gate import EngineGate
-from genlm.core.errors import BackendNotFoundError
+from genlm.core.errors import BackendNotFoundError, EngineDeadError
 from genlm.core.lm import AsyncLM
 from genlm.core.plugins import Backend, find_backend
 from genlm.kit.kv import history
@@ -24,9 +24,13 @@ LOADING = 10
 #: The most seconds in which an interpreter starts and looks at a backend, on any machine.
 STARTS = 60.0
 
+#: A model whose engine has died is loaded again so many times.
+DEATHS = 3
+
 
 class Model:
-    """A model that is loaded when first needed, and again if a clause has closed it.
+    """A model that is loaded when first needed, and again if a clause has closed it or its engine
+    has died.
 
     Args:
         suite: Which one, and how it is loaded.
@@ -48,6 +52,7 @@ class Model:
         self._driver = driver
         self._lm: AsyncLM | None = None
         self._broken: Exception | None = None
+        self._deaths = 0
 
     @property
     def lm(self) -> AsyncLM:
@@ -56,7 +61,15 @@ class Model:
             self._lm = self._load()
         if not self.is_clean:
             self.is_clean = True
-            self.reset()
+            try:
+                self.reset()
+            except EngineDeadError:  # in an earlier clause, which has failed of it
+                if self._deaths == DEATHS:
+                    raise
+                self._deaths += 1
+                self.end()
+                self._lm = self._load()
+                self.reset()
         return self._lm
 
     def _load(self) -> AsyncLM:

@@ -199,7 +199,8 @@ class EngineExecutor:
         failed = f" (it did: {self._failure})" if self._failure else ""
         return PluginError(
             "genlm_step gave an answer to what is not in flight; answer every request once, and "
-            f"none that was admitted before it raised{failed}; the request: {safe_repr(request)}"
+            "none that was in `dropped` of an earlier step, or admitted before it raised"
+            f"{failed}; the request: {safe_repr(request)}"
         )
 
     # --- batches ----------------------------------------------------------------------------------
