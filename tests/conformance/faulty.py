@@ -16,7 +16,7 @@ from genlm.conformance.subject import Subject
 from genlm.core import AsyncLM
 from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
 from genlm.core.options import refuse_unknown
-from genlm.core.types import TokenIds
+from genlm.core.types import Adapter, TokenIds
 from tools.tiny import write_adapter, write_tokenizer
 
 from .mutants.registry import Mutant, Trouble
@@ -71,8 +71,11 @@ class OfTheMock(Faulty):
     def fail_inside(self, lm: AsyncLM) -> Any:
         return self.trouble.during
 
-    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
-        return [hashed_row(ids, None, len(ByteTokenizer())) for ids in contexts]
+    def reference_rows(
+        self, contexts: Sequence[TokenIds], adapter: str | None = None
+    ) -> Sequence[torch.Tensor]:
+        bound = None if adapter is None else Adapter(adapter, self.adapters[adapter], version=1)
+        return [hashed_row(ids, bound, len(ByteTokenizer())) for ids in contexts]
 
 
 def of_a_mutant(mutant: Mutant, effort: float) -> OfTheMock:
@@ -103,10 +106,12 @@ class OfARealModel(Faulty):
 
         return AsyncLM(load, backend="hf", **core)
 
-    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
+    def reference_rows(
+        self, contexts: Sequence[TokenIds], adapter: str | None = None
+    ) -> Sequence[torch.Tensor]:
         from tests.adapter_outcomes import reference_rows
 
-        return reference_rows(str(self.model), None, contexts)
+        return reference_rows(str(self.model), adapter and self.adapters[adapter], contexts)
 
 
 @functools.cache

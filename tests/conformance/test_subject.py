@@ -220,7 +220,9 @@ def test_scores_that_are_not_asked_for_are_not_said_to_be_right() -> None:
 class OfTheMockWithWideRows(OfTheMock):
     """Its reference rows are as wide as a model with padded embeddings."""
 
-    def reference_rows(self, contexts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+    def reference_rows(
+        self, contexts: Sequence[Sequence[int]], adapter: str | None = None
+    ) -> Sequence[torch.Tensor]:
         return [torch.zeros(300) for _ in contexts]
 
 

@@ -11,6 +11,17 @@ from .registry import Forgetting, Keeping, OneAfterTheOther, breaks
 from .state import begins
 
 
+@breaks("cold_rows_are_the_reference")
+class AnotherScale(MockEngine):
+    """Every row of an adapter is another one, the cold ones too, as where its scale is left out."""
+
+    def row(self, query):
+        if query.adapter is not None:
+            scaled = evolve(query.adapter, path=f"half of {query.adapter.path}")
+            query = evolve(query, adapter=scaled)
+        return super().row(query)
+
+
 @breaks("rebound_adapter")
 class ReboundNameKeepsItsWeights(Keeping, MockEngine, paths=dict):
     """Weights are kept by name: a name bound again has those of before, also after it was removed:

@@ -66,14 +66,21 @@ class Declaration:
         options = {**self.options, **core, "wrappers": wrappers}
         return load_model_by_name(os.fspath(self.model), self.backend, options)
 
-    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor] | None:
-        """The rows of some contexts under the base model, computed without the backend, each as
-        wide as ``lm.byte_vocab``; ``None`` where there are none. Override it, or set
-        :attr:`reference`."""
+    def reference_rows(
+        self, contexts: Sequence[TokenIds], adapter: str | None = None
+    ) -> Sequence[torch.Tensor] | None:
+        """The rows of some contexts under the base model, or under one of :attr:`adapters`,
+        computed without the backend, each as wide as ``lm.byte_vocab``; ``None`` where there are
+        none. Override it, or set :attr:`reference`."""
         if self.reference is None:
             return None
         with load_model_by_name(os.fspath(self.model), self.reference) as lm:
-            return [lm.next_token_logprobs_uncached(ids).cpu() for ids in contexts]
+            if adapter is not None:
+                if not lm.supports("genlm_add_lora"):
+                    return None
+                lm.add_new_lora(os.fspath(self.adapters[adapter]), adapter)
+            rows = [lm.next_token_logprobs_uncached(ids, lora_name=adapter) for ids in contexts]
+            return [row.cpu() for row in rows]
 
     def fail_inside(self, lm: AsyncLM) -> Callable[[int], AbstractContextManager[None]] | None:
         """A way to make the engine itself fail in the middle of its work; ``None`` where there is

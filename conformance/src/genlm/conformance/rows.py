@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from genlm.conformance.compare import brief, check
+from genlm.conformance.compare import brief, check, with_adapter
 from genlm.conformance.properties import for_all
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
@@ -73,23 +73,25 @@ class RowClauses:
 
     def test_cold_rows_are_the_reference(self, live: Subject) -> None:
         """Where the class gives rows that were computed without the backend, the cold rows agree
-        with them, up to the longest context."""
+        with them, up to the longest context, and with adapters."""
         lengths = sorted({min(length, live.longest) for length in (1, 8, 130, 300, 600, 1024)})
         contexts = [live.contexts.long(length, 1) for length in lengths]
-        rows = live.suite.reference_rows(contexts)
-        if rows is None:
+        rows = {name: live.suite.reference_rows(contexts, name) for name in (None, *live.loras[:2])}
+        if rows[None] is None:
             pytest.skip(
                 "there are no rows to compare with; override `reference_rows`, or name another "
                 "backend that takes the model by `reference` (--reference)"
             )
         width = len(live.lm.byte_vocab)
-        for context, row in zip(contexts, rows, strict=True):
+        compared = [(name, zip(contexts, some, strict=True)) for name, some in rows.items() if some]
+        for name, context, row in ((name, *pair) for name, pairs in compared for pair in pairs):
+            what = f"{brief(context)}{with_adapter(name)}"
             check(
                 row.shape == (width,),
-                f"the reference row of {brief(context)} has the shape {tuple(row.shape)}, not "
+                f"the reference row of {what} has the shape {tuple(row.shape)}, not "
                 f"({width},): without ids that the tokenizer lacks, normalised over the others",
             )
-            live.expect.same(live.cold(context), row, f"{brief(context)}, cold, and the reference")
+            live.expect.same(live.cold(context, name), row, f"{what}, cold, and the reference")
 
     def test_engine_keeps_its_contract(self, live: Subject) -> None:
         """What the hooks themselves return, before the core touches it: number, shape, type,
