@@ -258,6 +258,19 @@ class LongScoresFromTheEnd(ContinuousMockEngine):
 
 
 @breaks("scores_together")
+class SameTokensRaise(MockEngine):
+    """Raises where two scores have the same tokens in all; one by one both are right."""
+
+    @hookimpl
+    def genlm_sequence_logprobs(self, queries, continuations):
+        pairs = zip(queries, continuations, strict=True)
+        texts = [(query.adapter, (*query.token_ids, *tokens)) for query, tokens in pairs]
+        if len(texts) > len({*texts}):
+            raise IndexError("rows of another score")
+        return super().genlm_sequence_logprobs(queries, continuations)
+
+
+@breaks("scores_together")
 class EqualContinuationsScoredOnce(MockEngine):
     """In one batch equal continuations are scored once, whatever stands before them."""
 

@@ -227,24 +227,31 @@ class LengthClauses:
 
     def test_scores_together(self, live: Subject) -> None:
         """Scores that are asked together, and with rows and draws of their prompts, and share a
-        continuation or a prompt, with adapters and without, each are those of their own."""
+        continuation, a prompt or all tokens, with adapters and without, each are those of their
+        own."""
         lm, contexts, names = live.lm, live.contexts, [None, *live.loras][:3]
         prompts = [contexts.long(min(n, contexts.limit - 3), n) for n in (2, 3, 17)]
         tails = [tuple(contexts.tokens[begin:end]) for begin, end in ((0, 2), (2, 5), (3, 5))]
         asked = [(prompt, tail, name) for prompt in prompts for tail in tails for name in names]
+        # The same tokens, of which more are scored, or none.
+        asked += [(text[:1], (*text[1:], *tail), None) for text in prompts[1:] for tail in tails]
+        texts = [*prompts, *((*prompt, *tail[:-1]) for prompt in prompts for tail in tails)]
         greedy: Any = {"max_tokens": 2, "eos_token_ids": [], "temperature": 0.0}
 
         async def together() -> list[Any]:
             scores = [lm.sequence_logprobs(*each) for each in asked]
-            rows = [lm.next_token_logprobs(prompt) for prompt in prompts]
+            rows = [lm.next_token_logprobs(text) for text in texts]
             draws = [lm.sample(prompt, **greedy) for prompt in prompts]
             return await asyncio.gather(*scores, *rows, *draws)
 
+        failed = lm.stats.failed_calls
         scores = live.run(together())
-        draws, rows = [[scores.pop() for _ in prompts][::-1] for _ in range(2)]
+        failed = lm.stats.failed_calls - failed
+        check(not failed, f"{failed} calls with scores raised (see the log); alone they do not")
+        draws, rows = [[scores.pop() for _ in some][::-1] for some in (prompts, texts)]
         for given, (prompt, tail, name) in zip(scores, asked, strict=True):
             live.expect.scores(given, prompt, tail, name, how="together with others like it")
-        live.expect.rows(rows, prompts, how="together with scores after it")
+        live.expect.rows(rows, texts, how="together with scores of its tokens, or after it")
         for drawn, prompt in zip(draws, prompts, strict=True):
             live.expect.greedy(drawn, prompt, how="together with scores, with temperature=0")
         hook = "genlm_step" if lm.supports("genlm_step", "scores") else "genlm_sequence_logprobs"
