@@ -127,6 +127,7 @@ def test_a_clause_that_was_deleted_or_overridden() -> None:
     ("name", "remedy"),
     [
         ("SecondWakeIsLost", "genlm_wake must end the step"),
+        ("ThreadOutlivesTheModel", "threads that are left of a closed model: worker ("),
         ("EndTokenAlwaysStops", "and not the model's own end-of-sequence token"),
     ],
 )

@@ -87,8 +87,10 @@ class RowsOutliveTheModel(KeepsEveryRow):
 
 @breaks("nothing_is_left_after_close", "https://github.com/vllm-project/vllm/issues/8933")
 class ThreadOutlivesTheModel(MockEngine):
-    """A worker thread is not stopped."""
+    """A worker thread is not stopped, and holds the weights."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        threading.Thread(target=threading.Event().wait, daemon=True, name="worker").start()
+        weights = torch.zeros(100_000)
+        work = lambda: threading.Event().wait() or weights  # noqa: E731
+        threading.Thread(target=work, daemon=True, name="worker").start()

@@ -52,10 +52,10 @@ class Alive:
 
     def check(self, before: Alive, tensors: float, left: str) -> None:
         """Raises: Violation: more is alive than ``before``; of tensors at least that many bytes."""
+        threads = self.threads - before.threads  # first: they may hold the rest
+        check(not threads, f"threads that {left}: {', '.join(sorted(threads))}")
         grown = self.tensors - before.tensors
         check(grown < tensors, f"{grown} bytes of tensors {left}")
-        threads = self.threads - before.threads
-        check(not threads, f"threads that {left}: {', '.join(sorted(threads))}")
         files = self.files - before.files
         check(files <= 0, f"{files} open files {left}")
 
