@@ -24,7 +24,7 @@ LOADING = 10
 #: The most seconds in which an interpreter starts and looks at a backend, on any machine.
 STARTS = 60.0
 
-#: A model whose engine has died is loaded again so many times.
+#: A model whose engine has died is loaded again so many times, one clause later.
 DEATHS = 3
 
 
@@ -63,13 +63,11 @@ class Model:
             self.is_clean = True
             try:
                 self.reset()
-            except EngineDeadError:  # in an earlier clause, which has failed of it
-                if self._deaths == DEATHS:
-                    raise
-                self._deaths += 1
-                self.end()
-                self._lm = self._load()
-                self.reset()
+            except EngineDeadError:  # since an earlier clause, which may not have seen it
+                if self._deaths < DEATHS:
+                    self._deaths += 1
+                    self.end()
+                raise
         return self._lm
 
     def _load(self) -> AsyncLM:

@@ -83,8 +83,12 @@ class RowClauses:
                 "backend that takes the model by `reference` (--reference)"
             )
         width = len(live.lm.byte_vocab)
-        compared = [(name, zip(contexts, some, strict=True)) for name, some in rows.items() if some]
-        for name, context, row in ((name, *pair) for name, pairs in compared for pair in pairs):
+        for name, context, row in [
+            (name, *pair)
+            for name, some in rows.items()
+            if some is not None
+            for pair in zip(contexts, some, strict=True)
+        ]:
             what = f"{brief(context)}{with_adapter(name)}"
             check(
                 row.shape == (width,),
