@@ -23,6 +23,7 @@ LOOKS_BACK = {
     "contract_is_kept_throughout": {
         "batch_answers_in_order",
         "nobody_is_passed_over",  # asks while a step is held, which wakes it
+        "scores_together",
     },
     "oracle_has_not_changed": {"batch_answers_in_order", "removed_adapter"},
 }

@@ -257,7 +257,7 @@ class LongScoresFromTheEnd(ContinuousMockEngine):
         return super()._score(query, continuation)
 
 
-@breaks("scores_together")
+@breaks("contract_is_kept_throughout")
 class SameTokensRaise(MockEngine):
     """Raises where two scores have the same tokens in all; one by one both are right."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -79,4 +79,12 @@ class FaultClauses:
                 "the suite cannot make this engine fail from inside; override fail_inside() where "
                 "you can"
             )
-        return failing
+
+        @contextlib.contextmanager
+        def provoked(times: int) -> Iterator[None]:
+            live.gate.is_provoked = True
+            with failing(times):
+                yield
+            live.gate.is_provoked = False
+
+        return provoked

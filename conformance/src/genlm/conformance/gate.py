@@ -8,7 +8,7 @@ import itertools
 import math
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -17,15 +17,11 @@ from attrs import frozen
 
 from genlm.conformance.compare import origin
 from genlm.conformance.driver import Driver
+from genlm.core.checks import describe_error
 from genlm.core.errors import PluginError
 from genlm.core.hookspecs import hookimpl
-from genlm.core.types import (
-    Answer,
-    Query,
-    SampleRequest,
-    ScoreRequest,
-    query_of,
-)
+from genlm.core.types import Answer, Query, Request, SampleRequest, ScoreRequest, query_of
+from genlm.kit.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +56,7 @@ class EngineGate:
         #: Those of both that a clause has told.
         self.told: set[str] = set()
         self._returned: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._in_steps: dict[Request, None] = {}  # what the engine has that makes steps
         self.reset()
 
     # --- for the clauses: any thread --------------------------------------------------------------
@@ -70,6 +67,8 @@ class EngineGate:
         self.seen: list[Query] = []
         #: The calls that have ended since then.
         self.recent_calls: list[EngineCall] = []
+        #: Whether a clause has the engine fail.
+        self.is_provoked = False
         #: What genlm_cache_prefix has returned since then.
         self.pinned: list[bool | None] = []
         #: Where all who read an adapter meet before one goes on.
@@ -137,11 +136,25 @@ class EngineGate:
         self, queries: Sequence[Query]
     ) -> Generator[None, torch.Tensor, torch.Tensor]:
         self._enter(queries)
-        rows = yield
+        with self._together("genlm_next_token_logprobs", queries):
+            rows = yield
         self._ended("genlm_next_token_logprobs", queries)
         self._look_back()
         self._keep("genlm_next_token_logprobs", rows)
         return rows
+
+    @contextmanager
+    def _together(self, hook: str, requests: Sized) -> Iterator[None]:
+        """Note an exception of a call for several requests: asked again one by one, as the core
+        does, all of them may be right."""
+        count = len(requests)
+        try:
+            yield
+        except Exception as error:
+            if count > 1 and not (self.is_provoked or is_out_of_memory(error)):
+                raised = f"{describe_error(error)}{origin(error)}"
+                self.misdeeds.append(f"{hook} raised for {count} requests together: {raised}")
+            raise
 
     def _keep(self, hook: str, rows: Any) -> None:
         """Keep what the engine returned beside a copy: so an engine that uses the memory again is
@@ -164,10 +177,20 @@ class EngineGate:
         queries: Sequence[Query],
         samples: Sequence[SampleRequest],
         scores: Sequence[ScoreRequest],
+        dropped: Sequence[Request],
     ) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
         self._enter([*queries, *(one.query for one in samples), *(one.query for one in scores)])
-        with self._in_the_middle():
-            answers = yield
+        for request in dropped:
+            self._in_steps.pop(request, None)
+        self._in_steps.update(dict.fromkeys([*queries, *samples, *scores]))
+        try:
+            with self._together("genlm_step", self._in_steps), self._in_the_middle():
+                answers = yield
+        except BaseException:
+            self._in_steps.clear()  # the core asks again
+            raise
+        for answer in answers:
+            self._in_steps.pop(answer.request, None)
         self._ended("genlm_step", [query_of(answer.request) for answer in answers])
         if answers:
             self._look_back()
@@ -228,10 +251,12 @@ class EngineGate:
     @hookimpl(wrapper=True)
     def genlm_sample(self, queries: Sequence[Query]) -> Generator[None, Any, None]:
         self._enter(queries)
-        yield
+        with self._together("genlm_sample", queries):
+            yield
         self._ended("genlm_sample", queries)
 
     @hookimpl(wrapper=True)
     def genlm_sequence_logprobs(self, queries: Sequence[Query]) -> Generator[None, Any, None]:
         self._enter(queries)
-        yield
+        with self._together("genlm_sequence_logprobs", queries):
+            yield

@@ -89,8 +89,8 @@ class HistoryClauses:
 
     def test_contract_is_kept_throughout(self, live: Subject) -> None:
         """In every clause up to here the hooks returned what the contract says, left it alone
-        afterwards, and woke the engine without an error. (What another clause has said is not said
-        again.)"""
+        afterwards, woke the engine without an error, and raised of no requests because they came
+        together, unless memory ran out. (What another clause has said is not said again.)"""
         found = [str(violation) for violation in live.gate.violations] + live.gate.misdeeds
         found = [each for each in dict.fromkeys(found) if each not in live.gate.told]
         check(not found, "; ".join(found[:3]))
