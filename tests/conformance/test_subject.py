@@ -19,6 +19,7 @@ from genlm.conformance.report import counterexample, run
 from genlm.conformance.subject import Subject
 from genlm.core import Adapter, EngineDeadError, Query, hookimpl
 from genlm.core.mock import MockEngine
+from genlm.kit.memory import lower
 
 from .faulty import OfTheMock, verdict_on
 
@@ -178,6 +179,32 @@ def test_what_one_clause_has_told_another_does_not_tell_again() -> None:
     (verdict,) = run(OfTheMock(Doubles, 0.1), only=lambda name: name in wanted).failed
     assert verdict.clause == "engine_keeps_its_contract"
     assert verdict.detail.count("torch.float64") == 1
+
+
+class OneAtATime(MockEngine):
+    """Raises where several contexts come together."""
+
+    error: ClassVar[Exception]
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        if len(queries) > 1:
+            with lower("batch_size"):
+                raise self.error
+        return super().genlm_next_token_logprobs(queries)
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"), [(KeyError("slot"), ["contract_is_kept_throughout"]), (MemoryError(), [])]
+)
+def test_what_raises_in_company_alone_is_told_unless_memory_ran_out(
+    error: Exception, failed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OneAtATime, "error", error, raising=False)
+    wanted = ("batch_answers_in_order", "contract_is_kept_throughout")
+    report = run(OfTheMock(OneAtATime, 0.1), only=lambda name: name in wanted)
+    assert [verdict.clause for verdict in report.failed] == failed
+    assert all("requests together: KeyError: 'slot'" in each.detail for each in report.failed)
 
 
 class Fewer(MockEngine):

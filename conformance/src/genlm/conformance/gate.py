@@ -151,7 +151,7 @@ class EngineGate:
         try:
             yield
         except Exception as error:
-            if count > 1 and not (self.is_provoked or is_out_of_memory(error)):
+            if count > 1 and not (self.is_provoked or is_out_of_memory(error.__cause__ or error)):
                 raised = f"{describe_error(error)}{origin(error)}"
                 self.misdeeds.append(f"{hook} raised for {count} requests together: {raised}")
             raise
