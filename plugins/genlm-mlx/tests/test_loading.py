@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +91,29 @@ def test_rotary_settings_by_kind_of_layer_and_within_a_text_model() -> None:
         "rope_local_base_freq": 1e4,
     }
     assert amended({"text_config": text}) == {"text_config": {**text, **lifted}}
+
+
+OPEN_FILES = """
+import resource, sys
+from genlm.core import load_model_by_name
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
+load_model_by_name(sys.argv[1], "mlx").close()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("3000", "3500"), ("3000", "3500")),
+        (("500", "1000"), ("1000", "1000")),
+        (("500", "4000"), ("2048", "4000")),
+    ],
+)
+def test_a_process_may_not_open_fewer_files(
+    folders: Folders, before: tuple[str, str], after: tuple[str, str]
+) -> None:
+    command = [sys.executable, "-c", OPEN_FILES, str(folders("llama")), *before]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == [*after], done.stderr[-2000:]

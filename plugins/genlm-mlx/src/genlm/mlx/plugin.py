@@ -27,7 +27,10 @@ def genlm_backend_info() -> BackendInfo:
 def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
     """Load a model folder or hub name; the options are those of ``AsyncMlxLM.from_name``."""
     import mlx.core as mx
-    from genlm.mlx.loading import load
+    from genlm.mlx.open_files import never_fewer
+
+    with never_fewer():
+        from genlm.mlx.loading import load
 
     try:
         return load(model, options)
