@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import deque
 
 import pytest
 import structlog
@@ -402,6 +403,35 @@ def test_an_observer_that_writes_into_what_it_sees_is_named(engine):
         for _ in range(2):
             with pytest.raises(PluginError, match=r"Pops: .* 'tuple' object has no attribute"):
                 lm.batch_next_token_logprobs_sync([[1], [2]])
+
+
+@pytest.mark.parametrize("kind", [tuple, deque])
+def test_draws_and_scores_in_any_sequence_are_not_written_into(kind):
+    class Own(MockEngine):
+        @hookimpl
+        def genlm_sample(self, queries, params):
+            return kind(map(kind_of_draw, super().genlm_sample(queries, params)))
+
+        @hookimpl
+        def genlm_sequence_logprobs(self, queries, continuations):
+            return kind(super().genlm_sequence_logprobs(queries, continuations))
+
+    kind_of_draw = deque if kind is deque else list
+
+    class Spoils:
+        @hookimpl(wrapper=True)
+        def genlm_sample(self):
+            (yield)[0].reverse()
+
+        @hookimpl(wrapper=True)
+        def genlm_sequence_logprobs(self):
+            (yield)[0].zero_()
+
+    with opened(Own, Spoils()) as lm:
+        with pytest.raises(PluginError, match="Spoils: genlm_sample wrote into"):
+            lm.sample_sync([1], 4, [], seed=1)
+        with pytest.raises(PluginError, match="Spoils: genlm_sequence_logprobs wrote into"):
+            lm.sequence_logprobs_sync([1], [2, 3])
 
 
 def test_answers_may_come_from_a_generator():

@@ -384,13 +384,13 @@ def _end(name: str, generator: Observer, result: Any) -> PluginError | Failed:
 
 def _writes(result: Any) -> list[Any]:
     """What changes when a result is written into: how often each tensor has been, which PyTorch
-    counts (but not for NumPy), and the ids of each draw. It does not count for tensors of its
-    inference mode, and outside of that it lets nobody write into them."""
-    given: list[Any] = result if isinstance(result, list) else [result]
+    counts (but not through NumPy or ``.data``), and the ids of each draw. It does not count for
+    tensors of its inference mode, and outside of that it lets nobody write into them."""
+    given: Sequence[Any] = result if isinstance(result, Sequence) else [result]
     written: list[Any] = []
     for each in given:
         each = getattr(each, "result", each)
-        if isinstance(each, list):
+        if isinstance(each, Sequence):
             written.append(tuple(each))
         elif hasattr(each, "is_inference") and not each.is_inference():
             written.append(each._version)

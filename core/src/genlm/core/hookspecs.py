@@ -62,8 +62,8 @@ result. Around a hook that evaluates it may return a dict of requests, as it met
 exceptions: these requests fail. Whatever else it returns is ignored. If it raises, or writes into
 the result, the requests of that call get a :class:`~genlm.core.errors.PluginError` that names the
 wrapper; the engine is called in any case. ``SystemExit`` or ``KeyboardInterrupt`` from any of its
-hooks ends the model. PyTorch does not count what is written through NumPy, so
-that goes unnoticed: write into copies.
+hooks ends the model. PyTorch does not count what is written through NumPy or ``.data``, so that
+goes unnoticed: write into copies.
 
 A misspelt hook is an error when the model loads. So is a wrapper without a hook, and a wrapper that
 has loading or evaluation hooks but none by which this engine is called: an engine with
