@@ -43,6 +43,23 @@ def test_every_module_of_the_layout_exists() -> None:
     ] == []
 
 
+def test_private_modules_are_imported_in_the_core_alone() -> None:
+    rows = re.findall(r"^\| (`.+?) \| nobody\b", PAGE, re.MULTILINE)
+    private = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert "runtime" in private
+    files = [*TOP.glob("*/src/**/*.py"), *TOP.glob("plugins/*/src/**/*.py")]
+    files += [*TOP.glob("compat/*/src/**/*.py"), *TOP.glob("examples/**/*.py")]
+    core = TOP / "core"
+    used = {
+        f"{file.relative_to(TOP)}: {name}"
+        for file in files
+        if core not in file.parents
+        for name in re.findall(r"genlm\.core(?:\.| import )(\w+)", file.read_text("utf-8"))
+        if name in private
+    }
+    assert not used
+
+
 def modules_below(package: Path) -> dict[str, Path]:
     """The modules of a package, by name."""
     return {

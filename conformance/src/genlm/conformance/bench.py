@@ -19,7 +19,6 @@ from genlm.core.errors import BackendImportError, GenlmError, InvalidOptionError
 from genlm.core.installation import pip_install
 from genlm.core.lm import AsyncLM
 from genlm.core.plugins import backend_names, find_backend
-from genlm.core.runtime.askers import all_of
 from genlm.core.sampling import checked_params
 from genlm.kit.doctor import accelerators
 from genlm.kit.processor import dtypes
@@ -172,7 +171,7 @@ async def step(lm: AsyncLM, count: int, seconds: float) -> int:
                 if time.perf_counter() >= end:
                     return drawn
 
-    return sum(await all_of(map(particle, range(count))))
+    return sum(await asyncio.gather(*map(particle, range(count))))
 
 
 def report(results: list[Measured], particles: list[int]) -> str:
