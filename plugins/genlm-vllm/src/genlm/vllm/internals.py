@@ -1,5 +1,5 @@
-"""Everything of vLLM that is not its documented interface, in one place, checked when a model is
-loaded.
+"""What drives vLLM beyond its documented interface, but for forks and running sessions; checked
+when a model is loaded.
 
 Documented and used elsewhere: ``vllm.LLM`` and its options, ``SamplingParams``, custom logits
 processors,
