@@ -6,7 +6,9 @@ import pytest
 import torch
 from packaging.version import Version
 
-from genlm.core import Query
+from genlm.core import Query, UnsupportedError
+from genlm.core.options import CoreOptions
+from genlm.core.runtime.loaded_engine import LoadedEngine
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +112,9 @@ def test_the_longest_context_fits_in_a_pool_of_pages(load_tiny, contexts, refere
     hooks = load_tiny(page_size=64, max_total_tokens=512)
     asked = contexts(2, hooks.max_context, hooks.max_context)
     torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)
+
+
+def test_what_was_loaded_without_lora_says_how_to_load_it(hooks):
+    loaded = LoadedEngine(hooks.engine, "sgl", (), CoreOptions())
+    with pytest.raises(UnsupportedError, match=r"load it with .*'enable_lora': True"):
+        loaded.require("genlm_add_lora", "LoRA")

@@ -17,6 +17,8 @@ from vllm.v1.engine.exceptions import EngineDeadError as DeadEngine
 
 from genlm.conformance.declaration import failing_forward
 from genlm.core.errors import EngineDeadError, EngineError, InvalidOptionError, UnsupportedError
+from genlm.core.options import CoreOptions
+from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.types import Query, SamplingParams, ScoreRequest
 from genlm.vllm import in_flight
 from genlm.vllm.internals import EngineCore, logits_processor_interfaces
@@ -456,3 +458,9 @@ def test_steps_that_compute_little_of_a_prompt_are_not_taken_for_none(
 ):
     monkeypatch.setattr(in_flight, "PATIENCE", 2)
     load_briefly(**{limit: 5}).computes(text(0, 100))
+
+
+def test_what_was_loaded_without_lora_says_how_to_load_it(engine):
+    loaded = LoadedEngine(engine.engine, "vllm", (), CoreOptions())
+    with pytest.raises(UnsupportedError, match=r"load it with .*'enable_lora': True"):
+        loaded.require("genlm_add_lora", "LoRA")

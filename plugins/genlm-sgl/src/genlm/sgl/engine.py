@@ -40,6 +40,7 @@ class SglEngine:
         self.tokenizer = scheduler.tokenizer
         self.model = scheduler.model
         self.eos_token_ids: list[int] = []
+        self.lacking = {"genlm_add_lora": "load it with engine_opts={'enable_lora': True}"}
         self.vocab_size = scheduler.vocab_size
         self.max_context = scheduler.longest_prompt
         device = next(self.model.parameters()).device

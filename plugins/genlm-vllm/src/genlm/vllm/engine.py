@@ -50,6 +50,7 @@ class VllmEngine:
         self.device = rows.device
         self.model = rows.model(llm)
         self.eos_token_ids: list[int] = []
+        self.lacking = {"genlm_add_lora": "load it with engine_opts={'enable_lora': True}"}
         self.live = live
         self._core, self._rows, self._sessions = core, rows, sessions
         self._in_flight = RequestsInFlight(core, sessions.held)
