@@ -101,7 +101,11 @@ def test_they_pause_where_vllm_lacks_what_they_need_or_rows_differ(load_briefly,
             engine = load_briefly()
         monkeypatch.setattr(RunningSessions, "extend", extend)
         engine.prove()
-    lacks, differs = [each["reason"] for each in logs if each["event"] == "vllm.sessions_pause"]
+        assert running.running_sessions(None, 0) is None  # of an engine core elsewhere
+    lacks, differs, elsewhere = [
+        each["reason"] for each in logs if each["event"] == "vllm.sessions_pause"
+    ]
+    assert "a process of its own" in elsewhere
     assert "input_batch.unheard_of" in lacks
     assert "apart" in differs
     assert joined(engine, monkeypatch) == 4

@@ -152,8 +152,8 @@ class EngineCore:
 
     def run_sessions(self) -> None:
         """Let sessions stay running requests, where that is possible."""
-        if self._in_process:
-            self._running = running_sessions(self._client.engine_core, self.max_loras)
+        here = getattr(self._client, "engine_core", None)
+        self._running = running_sessions(here, self.max_loras)
 
     def add(
         self, request: VllmRequest, cache_salt: str | None = None, *, pinned: bool = False

@@ -83,13 +83,13 @@ class RunningSessions:
 
 
 def running_sessions(engine_core: Any, adapters: int) -> RunningSessions | None:
-    """For an engine core of this process; ``None`` where sessions must pause.
+    """``None`` where sessions must pause.
 
     Args:
-        engine_core: vLLM's.
+        engine_core: vLLM's; ``None`` if it is in another process.
         adapters: The most adapters that requests may have.
     """
-    worker = getattr(engine_core.model_executor, "driver_worker", None)
+    worker = getattr(getattr(engine_core, "model_executor", None), "driver_worker", None)
     runner = getattr(getattr(worker, "worker", None), "model_runner", None)
     reason = _unsuited(engine_core, runner, adapters)
     if reason:
@@ -104,6 +104,8 @@ def _unsuited(engine_core: Any, runner: Any, adapters: int) -> str | None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
     from vllm.v1.request import Request
 
+    if engine_core is None:
+        return "the engine core is in a process of its own"
     scheduler, config = engine_core.scheduler, engine_core.vllm_config
     if config.parallel_config.world_size > 1:
         return "the model is in several processes"
