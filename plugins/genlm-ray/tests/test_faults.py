@@ -19,6 +19,7 @@ from attrs import frozen
 
 from genlm.core import AsyncLM, EngineError, MockAsyncLM, hookimpl, load_model_by_name
 from genlm.core.errors import PluginError
+from genlm.ray.replica import Replica
 
 from .conftest import PATIENCE
 
@@ -99,12 +100,14 @@ def works(lm: AsyncLM) -> None:
 
 
 def test_a_request_that_kills_replicas_fails_alone(lm: AsyncLM) -> None:
-    asked = contexts(17)
+    """Their successors are of the same class: Ray keeps each that it was ever given."""
+    asked, kinds = contexts(17), Replica.__subclasses__()
     *rows, killer = asyncio.run(ask(lm, [*asked, [KILLS]]))
     check(rows, asked)
     assert isinstance(killer, EngineError)
     assert "3 replicas died" in str(killer)
     works(lm)
+    assert Replica.__subclasses__() == kinds
 
 
 def test_a_request_that_fails_in_the_engine_fails_alone_and_kills_nothing(lm: AsyncLM) -> None:

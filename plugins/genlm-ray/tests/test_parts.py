@@ -340,7 +340,7 @@ def test_a_replica_that_does_not_answer_is_ended_by_the_program_that_made_it(
     monkeypatch.setattr(ray, "get_actor", find)
     monkeypatch.setattr(ray, "get", look)
     actors: Any = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=object))
-    monkeypatch.setattr(ray, "remote", lambda **given: lambda kind: actors)
+    monkeypatch.setattr("genlm.ray.line.ACTOR", actors)
     line = Line(0, {"name": "genlm-shared-0"}, [None], lambda *came: None)
     line.start()
     assert line.failure is None

@@ -23,6 +23,9 @@ from ray.exceptions import UnserializableException
 #: How many calls a replica takes at a time. The programs ask for far fewer.
 CONCURRENCY = 10_000
 
+#: What Ray starts. Ray keeps every one that is made, here and on the cluster.
+ACTOR: Any = ray.remote(concurrency_groups={WATCH: CONCURRENCY})(Replica)
+
 #: What Ray gives in place of an answer that cannot be unpickled; the replica is well.
 UNREADABLE = (ray.exceptions.RaySystemError, UnserializableException)
 
@@ -57,8 +60,7 @@ class Line:
             self.made = True
             with contextlib.suppress(ValueError):
                 self.made = not ray.get_actor(name, namespace=NAMESPACE)
-            kind: Any = ray.remote(concurrency_groups={WATCH: CONCURRENCY})(Replica)
-            actor = kind.options(max_concurrency=CONCURRENCY, **self.options)
+            actor = ACTOR.options(max_concurrency=CONCURRENCY, **self.options)
             self.actors[self.index] = actor.remote()
         except ValueError as error:  # such as one and a half GPUs
             self.failure = InvalidOptionError(
