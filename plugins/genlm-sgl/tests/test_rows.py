@@ -21,6 +21,12 @@ def cold(hooks):
     hooks.genlm_clear_kv_cache()
 
 
+def test_what_was_loaded_without_lora_says_how_to_load_it(hooks):
+    loaded = LoadedEngine(hooks.engine, "sgl", (), CoreOptions())
+    with pytest.raises(UnsupportedError, match=r"load it with .*'enable_lora': True"):
+        loaded.require("genlm_add_lora", "LoRA")
+
+
 def test_more_than_the_pool_holds(hooks, contexts, reference):
     asked = contexts(100, 80, 119)
     assert sum(map(len, asked)) > 2 * hooks.scheduler.pool_tokens
@@ -112,9 +118,3 @@ def test_the_longest_context_fits_in_a_pool_of_pages(load_tiny, contexts, refere
     hooks = load_tiny(page_size=64, max_total_tokens=512)
     asked = contexts(2, hooks.max_context, hooks.max_context)
     torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)
-
-
-def test_what_was_loaded_without_lora_says_how_to_load_it(hooks):
-    loaded = LoadedEngine(hooks.engine, "sgl", (), CoreOptions())
-    with pytest.raises(UnsupportedError, match=r"load it with .*'enable_lora': True"):
-        loaded.require("genlm_add_lora", "LoRA")
