@@ -11,13 +11,18 @@ import torch
 
 
 @contextlib.contextmanager
-def left_alone() -> Iterator[None]:
+def left_alone(*gpus: int) -> Iterator[None]:
     """Give the generators of Python, NumPy and PyTorch back the states that they had before: an
-    engine may seed them as it loads, or draw first weights that nobody sees."""
+    engine may seed them as it loads, or draw first weights that nobody sees.
+
+    Args:
+        gpus: Those of which a generator is used. If none is named, it is the current one, where
+            the process has used it before: to ask another for its state would begin to use it.
+    """
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    # On a GPU that nothing has used yet, there is no state to keep, and to ask would use it.
-    used = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(used):
+    if not gpus and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gpus = (torch.cuda.current_device(),)
+    with torch.random.fork_rng(gpus):
         try:
             yield
         finally:
