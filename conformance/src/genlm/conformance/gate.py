@@ -56,7 +56,6 @@ class EngineGate:
         #: Those of both that a clause has told.
         self.told: set[str] = set()
         self._returned: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        self._in_steps: dict[Request, None] = {}  # what the engine has that makes steps
         self.reset()
 
     # --- for the clauses: any thread --------------------------------------------------------------
@@ -67,6 +66,7 @@ class EngineGate:
         self.seen: list[Query] = []
         #: The calls that have ended since then.
         self.recent_calls: list[EngineCall] = []
+        self._in_steps: dict[Request, None] = {}  # what the engine has that makes steps
         #: Whether a clause has the engine fail.
         self.is_provoked = False
         #: What genlm_cache_prefix has returned since then.
