@@ -47,6 +47,23 @@ def genlm(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
+HELPED = """
+import contextlib, sys
+from genlm.core.cli import main
+
+with contextlib.suppress(SystemExit):
+    main(["--help"])
+assert "torch" not in sys.modules
+"""
+
+
+def test_all_subcommands_are_listed_without_pytorch() -> None:
+    """Its import takes seconds."""
+    done = subprocess.run([sys.executable, "-c", HELPED], capture_output=True, text=True)
+    assert "new-plugin" in done.stdout
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -21,7 +21,6 @@ from genlm.core.checks import describe_error
 from genlm.core.errors import PluginError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.types import Answer, Query, Request, SampleRequest, ScoreRequest, query_of
-from genlm.kit.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -151,6 +150,8 @@ class EngineGate:
         try:
             yield
         except Exception as error:
+            from genlm.kit.memory import is_out_of_memory  # here, since it imports PyTorch
+
             if count > 1 and not (self.is_provoked or is_out_of_memory(error.__cause__ or error)):
                 raised = f"{describe_error(error)}{origin(error)}"
                 self.misdeeds.append(f"{hook} raised for {count} requests together: {raised}")
