@@ -155,9 +155,19 @@ def test_models_that_are_closed_or_fail_to_load_leave_nothing_behind(tiny, tmp_p
 
 
 def test_loading_leaves_the_random_generators_alone(tiny):
-    before = random_states()
+    *states, of_torch = random_states()
     with AsyncSGLTransformer.from_name(tiny, SMALL):
-        assert random_states() == before
+        *after, drawn_from = random_states()
+    assert after == states, "a program's seeds hold"
+    assert drawn_from != of_torch, "draws differ from run to run"
+
+
+def test_a_seed_of_the_engine_fixes_unseeded_draws(tiny):
+    drawn = []
+    for seed in (1, 1, 2):
+        with AsyncSGLTransformer.from_name(tiny, {**SMALL, "random_seed": seed}) as lm:
+            drawn.append(lm.sample_sync([5, 6], 8, []))
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(tiny, tmp_path):

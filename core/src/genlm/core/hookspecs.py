@@ -43,8 +43,9 @@ lie on any device, carry no autograd graph, and are log-probabilities, float32, 
 over its whole width within 1e-4.
 
 *Errors.* An exception from an evaluation hook is not fatal: the core asks again in smaller batches
-until only the query that causes it fails, so an engine must still work after it has raised. The
-error keeps its lines but not what the calls held, which is what the engine was computing; to look
+until only the query that causes it fails, so an engine must still work after it has raised. (The
+suite counts it as a fault where requests fail only together, unless memory ran out.) The error
+keeps its lines but not what the calls held, which is what the engine was computing; to look
 into that, catch it inside the hook. An engine that cannot continue raises
 :class:`~genlm.core.errors.EngineDeadError`: everything pending fails and the model refuses further
 work.

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 logger = get_logger()
 
-#: Rows are looked at for what they have in common if one in so many is new.
+#: Rows are looked at for what they have in common, or for the longest, if one in so many is new.
 NEW = 8
 
 

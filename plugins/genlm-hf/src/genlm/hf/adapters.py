@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from genlm.core.errors import GenlmError, InvalidAdapterError, UnsupportedError
 from genlm.core.types import Adapter
 from genlm.hf.base_weights import (
@@ -16,7 +18,6 @@ from genlm.hf.base_weights import (
 )
 from genlm.hf.lora_config import changes, lora_config, require_known_tokens
 from genlm.hf.names import in_names_of
-from genlm.kit import randomness
 from genlm.kit.adapter_files import AdapterFolder, Feature, module_shapes, read_adapter
 from genlm.kit.memory import is_out_of_memory
 
@@ -74,7 +75,6 @@ class AdapterSet:
 
         return folder
 
-    @randomness.left_alone()
     def add(self, adapter: Adapter, folder: AdapterFolder) -> None:
         """Load an adapter's weights.
 
@@ -86,7 +86,11 @@ class AdapterSet:
         """
         if self._peft is None:
             self._describe_model()
-        with in_names_of(self._model, folder, self._shapes, self._parameters) as named:
+        gpus = {p.device.index or 0 for p in self._model.parameters() if p.device.type == "cuda"}
+        with (
+            in_names_of(self._model, folder, self._shapes, self._parameters) as named,
+            torch.random.fork_rng(gpus),  # PEFT draws first weights, which nobody sees
+        ):
             self._add(adapter, named)
 
     def _add(self, adapter: Adapter, folder: AdapterFolder) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 
 @contextmanager
@@ -21,5 +20,8 @@ def never_fewer() -> Iterator[None]:
         if now != resource.RLIM_INFINITY and now < more:
             setrlimit(kind, (more, most))
 
-    with mock.patch.object(resource, "setrlimit", raised):
+    resource.setrlimit = raised
+    try:
         yield
+    finally:
+        resource.setrlimit = setrlimit

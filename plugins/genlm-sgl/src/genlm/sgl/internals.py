@@ -50,7 +50,7 @@ class Scheduler:
                 "model first, or use another process"
             )
         try:
-            with randomness.left_alone(*[gpu_id] * torch.cuda.is_available()):
+            with randomness.left_alone():
                 self._scheduler = construct(options, gpu_id)
             self._require_room()
         except BaseException:

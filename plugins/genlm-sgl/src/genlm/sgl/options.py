@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,7 +82,9 @@ def server_options(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
             )
     device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cpu = device == "cpu"
-    defaults = {**DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
+    # A fresh seed, for unseeded draws; SGLang would take it from the program's generator.
+    fresh = {"random_seed": secrets.randbits(30)}
+    defaults = {**fresh, **DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
     if given.get("enable_lora"):
         if on_cpu:
             _require_pinned_memory()

@@ -152,7 +152,7 @@ class EngineCore:
 
     def run_sessions(self) -> None:
         """Let sessions stay running requests, where that is possible."""
-        here = getattr(self._client, "engine_core", None)
+        here = self._client.engine_core if self._in_process else None
         self._running = running_sessions(here, self.max_loras)
 
     def add(
