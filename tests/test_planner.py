@@ -37,7 +37,7 @@ from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Together, Worth
 from genlm.kit.prefixes import key_of, length_of
-from genlm.kit.segments import Row, Segment, Trunk
+from genlm.kit.segments import Segment, Slot, Trunk
 
 pytestmark = pytest.mark.any_version
 
@@ -89,7 +89,7 @@ class Cells:
     """A table of such numbers; 0 is nothing."""
 
     def __init__(self, budget: int, aside: int | None) -> None:
-        self.rows: list[list[int]] = []
+        self.slots: list[list[int]] = []
         self.fail_at: int | None = None  # after this many commands
         self.can_blank = True
         self.failed: Command | None = None
@@ -101,7 +101,7 @@ class Cells:
 
     def own(self, segment: Segment) -> list[int]:
         """The cells of a segment."""
-        return self.rows[segment.slot] if isinstance(segment, Row) else segment.layers[0]
+        return self.slots[segment.index] if isinstance(segment, Slot) else segment.layers[0]
 
     def read(self, segment: Segment | None, stop: int) -> list[int]:
         """The first positions of the context that a segment ends."""
@@ -122,9 +122,9 @@ class Cells:
                 raise BrokenTableError
         match command:
             case Resize():
-                rows = [self.rows[slot][: command.columns] for slot in command.kept]
-                rows += [[] for _ in range(command.rows - len(rows))]
-                self.rows = [row + [0] * (command.columns - len(row)) for row in rows]
+                slots = [self.slots[index][: command.columns] for index in command.kept]
+                slots += [[] for _ in range(command.slots - len(slots))]
+                self.slots = [slot + [0] * (command.columns - len(slot)) for slot in slots]
             case NewTrunk(trunk):
                 assert not trunk.layers
                 trunk.layers = [[0] * trunk.size]
@@ -138,19 +138,19 @@ class Cells:
             case Fork(sources, targets, columns):
                 assert not set(sources) & set(targets)
                 for source, target in zip(sources, targets, strict=True):
-                    assert target.slot not in {row.slot for row in sources}
+                    assert target.index not in {slot.index for slot in sources}
                     self.own(target)[:columns] = self.own(source)[:columns]
-            case Shift(rows, by, columns):
-                for row in rows:
-                    assert by < row.size <= by + columns
-                    self._valid(row, row.size)
-                    own = self.own(row)
+            case Shift(slots, by, columns):
+                for slot in slots:
+                    assert by < slot.size <= by + columns
+                    self._valid(slot, slot.size)
+                    own = self.own(slot)
                     moved = own[by : by + columns]
                     own[: len(moved)] = moved
             case Join(trunk, below, size):
                 trunk.layers = [self._valid(below, size) + trunk.layers[0]]
-            case Blank(row, first):
-                own = self.own(row)
+            case Blank(slot, first):
+                own = self.own(slot)
                 own[first:] = [0] * len(own[first:])
 
     def _valid(self, source: Segment, size: int) -> list[int]:
@@ -163,9 +163,9 @@ class Cells:
         """Leave what a command writes half done."""
         match command:
             case Resize():
-                self.rows = []
-            case Shift(rows, _, columns):
-                self.own(rows[0])[:columns] = [0] * columns
+                self.slots = []
+            case Shift(slots, _, columns):
+                self.own(slots[0])[:columns] = [0] * columns
             case Fork(_, targets, columns):
                 self.own(targets[0])[:columns] = [0] * columns
 
@@ -283,7 +283,7 @@ class PlannerMachine(RuleBasedStateMachine):
         if isinstance(command, Resize):
             self.pinned.clear()
         if isinstance(command, Shift):
-            self._unpin(lambda one: any(row.key.startswith(one.key) for row in command.rows))
+            self._unpin(lambda one: any(slot.key.startswith(one.key) for slot in command.slots))
 
     def _unpin(self, lost: Callable[[Wanted], bool]) -> None:
         self.pinned = {key: one for key, one in self.pinned.items() if not lost(one)}
@@ -324,19 +324,19 @@ class PlannerMachine(RuleBasedStateMachine):
         for one in broken:
             self._poison(one)
         good = [one for one in batch if one not in broken]
-        cut = {one.row for one in broken if one.continued}  # of what it held, some is lost
+        cut = {one.slot for one in broken if one.continued}  # of what it held, some is lost
         self.planner.commit(good)
         for one in good:
             for each in (one, *one.inside) if one.kept or one.found not in cut else ():
                 assert self.planner.known(each.sequence) == each.sequence.latest_start
 
     def _give_up_in_vain(self, batch: Sequence[Placement[Wanted]]) -> None:
-        """Where a row stays as it is, all are dropped."""
+        """Where a slot stays as it is, all are dropped."""
         self.table.can_blank = False
         self.planner.abandon()
         self.table.can_blank = True
         self.lost = False
-        if any(one.row is not None for one in batch):
+        if any(one.slot is not None for one in batch):
             assert self.planner.tree.positions == 0
             self.pinned.clear()
 
@@ -345,8 +345,8 @@ class PlannerMachine(RuleBasedStateMachine):
         for segment, first, last in one.segments(one.start, one.sequence.length):
             own = self.table.own(segment)
             own[first - segment.start : last - segment.start] = [POISON] * (last - first)
-        if one.continued and one.row is not None:  # what it held there is lost
-            key = one.row.key
+        if one.continued and one.slot is not None:  # what it held there is lost
+            key = one.slot.key
             self._unpin(lambda pinned: pinned.length > one.start and key.startswith(pinned.key))
 
     # --- what stays and what goes -----------------------------------------------------------------
@@ -399,12 +399,12 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_table_is_as_large_as_it_may_be_and_holds_numbers(self) -> None:
-        tree, rows = self.planner.tree, self.table.rows
+        tree, slots = self.planner.tree, self.table.slots
         assert self.bounded is None or tree.positions <= self.bounded
-        assert len(rows) == tree.slots
-        assert {len(row) for row in rows} <= {tree.columns}
+        assert len(slots) == tree.allocated
+        assert {len(slot) for slot in slots} <= {tree.columns}
         # Masked columns take part in products.
-        assert self.lost or not any(POISON in row for row in rows)
+        assert self.lost or not any(POISON in slot for slot in slots)
 
 
 def test_any_sequence_of_plans_keeps_what_it_says() -> None:
@@ -488,10 +488,10 @@ def test_a_pinned_context_that_is_computed_whole_takes_no_more_afterwards() -> N
     before fitted no more."""
     kept = Kept(budget=70, worth=WORTHS[4])
     prompt = [1] * 29
-    for pinned in (prompt, [*prompt, 2, 3, 4]):  # the second one is a row of three
+    for pinned in (prompt, [*prompt, 2, 3, 4]):  # the second one is a slot of three
         ask(kept, pinned)
         assert kept.pin(Wanted(pinned))
-    (batch,) = kept.batches([Wanted(pinned, keep=32)])  # beside the pinned row it needs a trunk
+    (batch,) = kept.batches([Wanted(pinned, keep=32)])  # beside the pinned slot it needs a trunk
     assert [one.trunk and one.trunk.size for one in batch] == [32]
     kept.commit(batch)
     kept.tree.check_integrity()
@@ -523,7 +523,7 @@ def test_while_there_is_plenty_of_room_only_what_saves_much_becomes_a_trunk(know
 
     assert trunks(budget=10**6, forks=8) == 0
     assert trunks(budget=10**6, forks=40) == 1
-    assert trunks(budget=9000, forks=8) == 1, "eight rows take more than half of it"
+    assert trunks(budget=9000, forks=8) == 1, "eight slots take more than half of it"
 
 
 def test_while_there_is_plenty_of_room_few_contexts_copy_a_pinned_trunk() -> None:
@@ -549,10 +549,10 @@ def test_while_there_is_plenty_of_room_few_contexts_copy_a_pinned_trunk() -> Non
     [(600, [[2]] * 5), (400, [[1] * 400 + [at, more] for at in range(16) for more in range(3)])],
     ids=["others come", "each is forked"],
 )
-def test_rows_share_their_prompt_when_half_of_the_room_is_taken(
+def test_slots_share_their_prompt_when_half_of_the_room_is_taken(
     size: int, then: list[list[int]]
 ) -> None:
-    """Not a trunk for each row."""
+    """Not a trunk for each slot."""
     kept = Kept(24_100, Worth(plenty=10_000))
     ask(kept, [1] * size)
     ask(kept, *([*[1] * size, at] for at in range(16)))
@@ -562,7 +562,7 @@ def test_rows_share_their_prompt_when_half_of_the_room_is_taken(
 
 
 def test_forks_share_their_prompt_beside_a_longer_context() -> None:
-    """With rows as long as that one, they would take more than half of the room."""
+    """With slots as long as that one, they would take more than half of the room."""
     kept = Kept(30_000, Worth(plenty=10_000))
     ask(kept, [1] * 600)
     ask(kept, *([*[1] * 600, at] for at in range(8)), [2] * 2000)
@@ -644,7 +644,7 @@ def test_the_last_commands_are_kept_in_words(monkeypatch: pytest.MonkeyPatch) ->
     kept = Kept(budget=10_000, worth=Worth())
     ask(kept, [1] * 9)
     ask(kept, [1] * 9 + [2], [1] * 9 + [3])
-    assert last[-1] == "Fork: 9 columns of rows 0 to rows 1"
+    assert last[-1] == "Fork: 9 columns of slots 0 to slots 1"
     kept.cells.fail_at = 0
     with pytest.raises(BrokenTableError):
         ask(kept, [1] * 9 + [4], [1] * 9 + [5])

@@ -16,7 +16,7 @@ from genlm.kit.kv import trunks
 from genlm.kit.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Resize, Shift
 from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sharing import Family, families_of
-from genlm.kit.segments import Row, Segment
+from genlm.kit.segments import Segment, Slot
 
 from .test_planner import Wanted
 
@@ -52,8 +52,8 @@ class Meter:
                 self.moved += len(targets) * size
             case Fork(sources, _, columns):
                 self.moved += len(sources) * columns
-            case Shift(rows, _, columns):
-                self.moved += len(rows) * columns
+            case Shift(slots, _, columns):
+                self.moved += len(slots) * columns
             case Join(trunk, _, size):
                 self.moved += trunk.size + size
 
@@ -230,7 +230,7 @@ def alike_one_by_one() -> Program:
 
 
 def in_parts() -> Program:
-    """A lone long prompt, of which a part comes first: it stays a row."""
+    """A lone long prompt, of which a part comes first: it stays a slot."""
     rng = random.Random(14)
     prompt = some(rng, 2000)
     yield [prompt[:1023]]
@@ -298,7 +298,7 @@ def test_what_a_program_costs(name: str) -> None:
 
 
 def test_short_contexts_fit_beside_long_pinned_ones() -> None:
-    """A pinned row would make all others as long."""
+    """A pinned slot would make all others as long."""
     rng = random.Random(1)
     planner: Planner[Wanted] = Planner(Meter(9_000))
     for length in (3000, 3000, 2000):
@@ -309,14 +309,14 @@ def test_short_contexts_fit_beside_long_pinned_ones() -> None:
     assert planner.fits(511)
 
 
-def test_all_rows_are_looked_at_only_when_some_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the budget is spent, every step with new rows needs room. What all rows have in common
-    is not looked for each time."""
+def test_all_slots_are_looked_at_only_when_some_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the budget is spent, every step with new slots needs room. What all slots have in
+    common is not looked for each time."""
     looked: list[int] = []
 
-    def seen(rows: Sequence[Row]) -> list[Family]:
-        looked.append(len(rows))
-        return families_of(rows)
+    def seen(slots: Sequence[Slot]) -> list[Family]:
+        looked.append(len(slots))
+        return families_of(slots)
 
     monkeypatch.setattr(trunks, "families_of", seen)
     kept = [(at, 5, 5) for at in range(200)]
@@ -334,7 +334,7 @@ def seen(looks: list[Segment], asked: Callable[[Segment], object], segment: Segm
 
 
 def test_a_step_does_not_look_at_all_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU tens of thousands of rows are kept after some hours: to sort them, or to look for
+    """On a GPU tens of thousands of slots are kept after some hours: to sort them, or to look for
     the longest, takes longer than a step."""
     rng = random.Random(1)
     planner: Planner[Wanted] = Planner(Meter(10**7))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from genlm.core.context import Context
-from genlm.hf.attention import row_attention
+from genlm.hf.attention import slot_attention
 from genlm.hf.layout import Chunks, PackedLayout, additive
 from genlm.hf.partial import attend
 from genlm.hf.patterns import Pattern
 from genlm.hf.upload import Upload
-from genlm.kit.segments import Row, Trunk
+from genlm.kit.segments import Slot, Trunk
 
 from .shapes import DEVICE
 
@@ -28,11 +28,11 @@ def test_values_may_have_another_width_than_keys() -> None:
         for at in range(2)
     ]
     starts = [18, 18, 9]
-    rows = [Row(Context(range(at, at + 20)), slot=at) for at in range(3)]
+    slots = [Slot(Context(range(at, at + 20)), index=at) for at in range(3)]
     width = 20 - min(starts)
     key, value = torch.zeros(3, KV_HEADS, width, KEYS), torch.zeros(3, KV_HEADS, width, VALUES)
-    for row, start, trunk in zip(rows, starts, [*trunks, trunks[1]], strict=True):
-        row.stand_on(trunk, start)
+    for slot, start, trunk in zip(slots, starts, [*trunks, trunks[1]], strict=True):
+        slot.stand_on(trunk, start)
     states[2] = tuple(
         torch.cat([shared[:, :, :9], own[:, :, 9:]], dim=2)
         for shared, own in zip(states[1], states[2], strict=True)
@@ -42,10 +42,10 @@ def test_values_may_have_another_width_than_keys() -> None:
             part[0, :, start:] for part in states[at]
         )
     query = torch.randn(3, HEADS, 1, KEYS)
-    layout = PackedLayout(Chunks([(row, 19, 20) for row in rows]), [Pattern()], Upload(), DEVICE)
+    layout = PackedLayout(Chunks([(slot, 19, 20) for slot in slots]), [Pattern()], Upload(), DEVICE)
     module = torch.nn.Module()
     module.layer_idx, module.num_key_value_groups = 0, HEADS // KV_HEADS
-    given, _ = row_attention(module, query, key, value, None, genlm_layout=layout)
+    given, _ = slot_attention(module, query, key, value, None, genlm_layout=layout)
     for at, (keys, values) in enumerate(states):
         right = torch.nn.functional.scaled_dot_product_attention(
             query[at : at + 1], keys, values, enable_gqa=True

@@ -29,12 +29,12 @@ from transformers import (
 from genlm.core import Query
 from genlm.hf import engine as engine_module
 from genlm.hf import slabs
-from genlm.hf.attention import ROW_ATTENTION
+from genlm.hf.attention import SLOT_ATTENTION
 from genlm.hf.costs import COSTS, Costs
 from genlm.hf.engine import HFEngine
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
-from genlm.hf.pool import PoolLayer, RowPool
+from genlm.hf.pool import PoolLayer, SlotPool
 from genlm.hf.probe import Choice
 from genlm.hf.reuse import Reuse
 from genlm.hf.strategies import WORTH, Computed
@@ -116,7 +116,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Make:
     def make(config: PretrainedConfig, reuse: Reuse = Reuse.SHARED, **options: Any) -> HFEngine:
         def choose(model: Any, *rest: Any) -> Choice:
             if reuse in (Reuse.SHARED, Reuse.PACKED):
-                model.set_attn_implementation(ROW_ATTENTION)
+                model.set_attn_implementation(SLOT_ATTENTION)
             return Choice(reuse, 0.0, None, False)
 
         monkeypatch.setattr(engine_module, "choose_reuse", choose)
@@ -194,7 +194,7 @@ def test_a_step_over_trunks_copies_once(
         [9, 9, 9],
     ]
     assert ask(engine, *mixed) == ONE
-    # Their rows are in another order, so the tokens over the first trunk are not neighbours.
+    # Their slots are in another order, so the tokens over the first trunk are not neighbours.
     newcomers = [[*prompt, 7], [3, 4, 5], [*prompt, 1, 5, 6, 7, 8], [*other, 3, 5, 6]]
     assert ask(engine, *newcomers) == ONE
 
@@ -246,7 +246,7 @@ def launched(engine: HFEngine, contexts: Sequence[Sequence[int]]) -> int:
         cache = DynamicCache(config=engine.model.config)
         engine.model.set_attn_implementation("sdpa")
         engine.model(ids, past_key_values=cache).logits[:, -1].float().log_softmax(-1)
-        engine.model.set_attn_implementation(ROW_ATTENTION)
+        engine.model.set_attn_implementation(SLOT_ATTENTION)
     return ours.count - raw.count
 
 
@@ -264,7 +264,7 @@ def test_a_step_launches_ten_kernels_more_than_transformers(
 
 
 def test_contexts_behind_shared_prompts_launch_no_more_while_there_is_room(there: Make) -> None:
-    """On an H200 trunks took twice as long as rows."""
+    """On an H200 trunks took twice as long as slots."""
     engine = there(LLAMA)
     prompts = [one * 4 for one in contexts_of(WORTH.trunk // 4, 8)]
     contexts = [[*prompt, at] for prompt in prompts for at in range(4)]
@@ -333,14 +333,14 @@ def test_rows_that_leave_a_trunk_early_are_copied_from_it_together(
     assert counts[1] <= counts[0] + 4 * LLAMA.num_hidden_layers
 
 
-@pytest.mark.parametrize("row_by_row", [True, False])
+@pytest.mark.parametrize("slot_by_slot", [True, False])
 @pytest.mark.parametrize("copied", [1, 1 << 28])
 def test_a_fork_copies_the_same_in_either_way(
-    row_by_row: bool, copied: int, monkeypatch: pytest.MonkeyPatch
+    slot_by_slot: bool, copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(COSTS, "cpu", Costs(row_by_row))
+    monkeypatch.setitem(COSTS, "cpu", Costs(slot_by_slot))
     monkeypatch.setattr(slabs, "COPIED_BYTES", copied)
-    pool = RowPool()
+    pool = SlotPool()
     pool.resize(6, 8)
     pool.layers.extend(PoolLayer(pool, at) for at in range(2))
     for at, layer in enumerate(pool.layers):

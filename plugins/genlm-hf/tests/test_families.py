@@ -112,7 +112,7 @@ def test_the_attention_of_each_part_is_restored() -> None:
     model = configs.AutoModelForImageTextToText.from_config(config).eval()
     model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
     engine = HFEngine(model, None)
-    assert model.config.text_config._attn_implementation == "genlm_rows"
+    assert model.config.text_config._attn_implementation == "genlm_slots"
     engine.genlm_close()
     assert model.config._attn_implementation == "sdpa"
     assert model.config.text_config._attn_implementation == "eager"

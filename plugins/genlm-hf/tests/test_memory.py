@@ -19,7 +19,7 @@ from genlm.hf import engine as engine_module
 from genlm.hf import pool as pool_module
 from genlm.hf import strategies
 from genlm.hf.engine import HFEngine
-from genlm.hf.pool import RowPool
+from genlm.hf.pool import SlotPool
 from genlm.hf.slabs import Part, Slab
 from genlm.hf.strategies import Computed
 from genlm.hf.table import PoolTable
@@ -106,7 +106,7 @@ def test_ways_that_were_tried_take_nothing_of_the_budget(family: str) -> None:
     """These take neither the first way nor, one of them, the second."""
     pool = HFEngine(small_family(family, 2000), None)._runner.pool
     pool.resize(1, 1)
-    assert pool.bytes_per_column == sum(slab.states.nbytes for slab in pool.row(0).slabs)
+    assert pool.bytes_per_column == sum(slab.states.nbytes for slab in pool.slot(0).slabs)
 
 
 @contextmanager
@@ -154,8 +154,8 @@ def test_rows_that_cannot_be_normalised_leave_nothing_behind(
     assert_nothing_stays(llama)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(RowPool, "fork"), (Slab, "shift")])
-def test_out_of_memory_while_rows_are_copied(
+@pytest.mark.parametrize(("owner", "name"), [(SlotPool, "fork"), (Slab, "shift")])
+def test_out_of_memory_while_slots_are_copied(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str
 ) -> None:
     monkeypatch.setattr(strategies, "WORTH", Worth(sharing=16 if name == "shift" else 1024))
@@ -294,7 +294,7 @@ def test_a_pool_that_cannot_grow_is_emptied(llama: Any, monkeypatch: pytest.Monk
     assert {
         "event": "kv.lost",
         "log_level": "warning",
-        "rows": 1,
+        "slots": 1,
         "pinned": 1,
         "reason": "OutOfMemoryError: out of memory",
     } in events

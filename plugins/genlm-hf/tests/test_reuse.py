@@ -116,7 +116,7 @@ def test_scores_whose_rows_come_from_a_trunk_and_from_a_row(llama: Any) -> None:
 
 @pytest.fixture(params=[(LlamaConfig(**SHAPE), 32 * 256), (MAMBA, MAMBA_BYTES)])
 def limited(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Makes an engine with room for so many short contexts: in rows, and in snapshots."""
+    """Makes an engine with room for so many short contexts: in slots, and in snapshots."""
     config, size = request.param
     return lambda contexts: proven(config, kv_cache_bytes=contexts * size)
 
@@ -211,7 +211,7 @@ def test_a_pinned_prompt_is_read_by_all(llama: Any) -> None:
     assert llama.forwards == [5 + 400]
 
 
-@pytest.mark.parametrize("worth", [Worth(), Worth(sharing=16, trunk=32)], ids=["rows", "trunks"])
+@pytest.mark.parametrize("worth", [Worth(), Worth(sharing=16, trunk=32)], ids=["slots", "trunks"])
 def test_state_belongs_to_an_adapter(
     worth: Worth, tiny: str, lora_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -314,7 +314,7 @@ def test_state_that_cannot_be_made_sound_is_dropped_and_logged(
         with pytest.raises(RuntimeError, match="failed"):
             shared.compute([(*key, 1) for key in keys])
     shared.model.failing = False
-    lost = {"rows": 6, "pinned": 1, "reason": "RuntimeError: out of memory"}
+    lost = {"slots": 6, "pinned": 1, "reason": "RuntimeError: out of memory"}
     assert {"event": "kv.lost", "log_level": "warning", **lost} in events
     assert shared.ask(*keys) == [6 * 19, 6]
 

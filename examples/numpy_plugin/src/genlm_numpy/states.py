@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from genlm.kit import kv
-from genlm.kit.segments import Row, Segment, Trunk
+from genlm.kit.segments import Segment, Slot, Trunk
 from genlm_numpy.network import Array, Network, attention
 
 Placement = kv.Placement[kv.TokenSequence]
 
 
 class Table:
-    """Rows of equal length, and trunks. It moves what the planner wants moved."""
+    """Slots of equal length, and trunks. It moves what the planner wants moved."""
 
     def __init__(self, network: Network, kept: int) -> None:
-        self._rows = np.zeros((network.layers, 2, 0, 0, network.width), dtype=np.float32)
+        self._slots = np.zeros((network.layers, 2, 0, 0, network.width), dtype=np.float32)
         self._kept = kept
 
     def limit(self, used: int) -> int:
@@ -26,19 +26,19 @@ class Table:
 
     def layers(self, segment: Segment) -> list[Array]:
         """The keys and values of each layer in a segment, ``[2, positions, width]``."""
-        if isinstance(segment, Row):
-            return list(self._rows[:, :, segment.slot])
+        if isinstance(segment, Slot):
+            return list(self._slots[:, :, segment.index])
         assert isinstance(segment, Trunk)
         return segment.layers
 
     def do(self, command: kv.Command) -> None:
         match command:
-            case kv.Resize(rows, columns, kept):
-                old = self._rows[:, :, list(kept), :columns]
-                more = (0, rows - old.shape[2]), (0, columns - old.shape[3])
-                self._rows = np.pad(old, [(0, 0), (0, 0), *more, (0, 0)])
+            case kv.Resize(slots, columns, kept):
+                old = self._slots[:, :, list(kept), :columns]
+                more = (0, slots - old.shape[2]), (0, columns - old.shape[3])
+                self._slots = np.pad(old, [(0, 0), (0, 0), *more, (0, 0)])
             case kv.NewTrunk(trunk):
-                layers, _, _, _, width = self._rows.shape
+                layers, _, _, _, width = self._slots.shape
                 trunk.layers = list(np.zeros((layers, 2, trunk.size, width), dtype=np.float32))
             case kv.Copy(source, targets, size):
                 for target in targets:
@@ -46,14 +46,14 @@ class Table:
             case kv.Fork(sources, targets, columns):
                 for source, target in zip(sources, targets, strict=True):
                     self._copy(source, target, columns)
-            case kv.Shift(rows, by, columns):
-                for row in rows:
-                    self._copy(row, row, columns, first=by)
+            case kv.Shift(slots, by, columns):
+                for slot in slots:
+                    self._copy(slot, slot, columns, first=by)
             case kv.Join(trunk, below, size):
                 pairs = zip(below.layers, trunk.layers, strict=True)
                 trunk.layers = [np.concatenate([a[:, :size], b], axis=1) for a, b in pairs]
-            case kv.Blank(row, first):
-                self._rows[:, :, row.slot, first:] = 0
+            case kv.Blank(slot, first):
+                self._slots[:, :, slot.index, first:] = 0
 
     def _copy(self, source: Segment, target: Segment, size: int, first: int = 0) -> None:
         for new, old in zip(self.layers(target), self.layers(source), strict=True):

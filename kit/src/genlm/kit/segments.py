@@ -1,7 +1,7 @@
 """The tree of segments: what contexts share is stored once, what is theirs alone lies beside it.
 
-For engines that keep key/value state of contexts. A context is a path of trunks and a row. A trunk
-is never written again, and any number of contexts may share it. A row is one context's own tail,
+For engines that keep key/value state of contexts. A context is a path of trunks and a slot. A trunk
+is never written again, and any number of contexts may share it. A slot is one context's own tail,
 written in place as the context grows. What the state is, and where it lies, is up to the engine.
 """
 
@@ -35,12 +35,12 @@ class Segment:
     Examples:
         >>> from genlm.core.context import Context
         >>> trunk = Trunk(Context((1, 2, 3)))
-        >>> row = Row(Context((1, 2, 7, 8)), slot=5)
-        >>> row.stand_on(trunk, 2)
-        >>> row.size, [(below.stop, used) for below, used in row.path()]
+        >>> slot = Slot(Context((1, 2, 7, 8)), index=5)
+        >>> slot.stand_on(trunk, 2)
+        >>> slot.size, [(below.stop, used) for below, used in slot.path()]
         (2, [(3, 2)])
-        >>> [(type(part).__name__, used) for part, used in row.parts(3)]
-        [('Trunk', 2), ('Row', 1)]
+        >>> [(type(part).__name__, used) for part, used in slot.parts(3)]
+        [('Trunk', 2), ('Slot', 1)]
     """
 
     context: Context
@@ -124,11 +124,11 @@ class Trunk(Segment):
 
 
 @define(eq=False)
-class Row(Segment):
-    """State in a row of the engine's table: column ``c`` holds position ``start + c``.
+class Slot(Segment):
+    """State in a slot of the engine's table: column ``c`` holds position ``start + c``.
 
     Attributes:
-        slot: The row. It changes when the table is resized.
+        index: Which slot of the table. It changes when the table is resized.
     """
 
-    slot: int = -1
+    index: int = -1

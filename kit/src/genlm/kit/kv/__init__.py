@@ -3,9 +3,9 @@
 For engines that hold state themselves. All of it only records token ids and sizes: nothing here
 uses a tensor.
 
-**Nouns.** A *table* has *rows* of equal length in *columns*. A row holds the tail of one context,
+**Nouns.** A *table* has *slots* of equal length in *columns*. A slot holds the tail of one context,
 and grows in place. A *trunk* holds positions that any number of contexts share; after it is
-computed it is never written again. A context is a path of trunks and at most one row (see
+computed it is never written again. A context is a path of trunks and at most one slot (see
 :mod:`~genlm.kit.segments`). A *placement* says where a sequence runs: which positions are
 already there, and where the others go. The *budget* counts positions: those of the whole table and
 of all trunks.
@@ -14,7 +14,7 @@ of all trunks.
 
 - :class:`~genlm.kit.kv.planner.Planner`: where sequences start, which of them wait for
   another one of their batch or are computed with it, and what is copied, shared and pinned.
-- :class:`~genlm.kit.kv.trunks.Trunks`: which positions of rows become trunks.
+- :class:`~genlm.kit.kv.trunks.Trunks`: which positions of slots become trunks.
 - :class:`~genlm.kit.kv.room.Room`: what is dropped when the budget is spent, and how large
   the table is.
 - :class:`~genlm.kit.kv.sharing.Worth`: the numbers for all these decisions.
@@ -31,7 +31,7 @@ if a command fails. A plan given as a whole would have to be undone from the com
 
 **Batches.** The planner places sequences batch by batch. The engine computes a batch and commits
 it, and its state is kept. What is not committed is given up: its new segments are freed, and what
-was written is made zero. A context that continues in its own row keeps its old key until the
+was written is made zero. A context that continues in its own slot keeps its old key until the
 commit, and nothing is read beyond the key. So a batch that fails anywhere leaves the earlier state,
 and an engine has nothing to undo. ``examples/numpy_plugin`` is an engine that does this, in its
 ``states`` module.

@@ -6,23 +6,23 @@ from typing import Protocol
 
 from attrs import frozen
 
-from genlm.kit.segments import Row, Segment, Trunk
+from genlm.kit.segments import Segment, Slot, Trunk
 
 
 @frozen
 class Resize:
     """Change the size of the table.
 
-    Reads and writes every row. If this fails, rows may be incomplete: then all are lost.
+    Reads and writes every slot. If this fails, slots may be incomplete: then all are lost.
 
     Attributes:
-        rows, columns: The new size.
-        kept: The rows that stay. Slot ``kept[i]`` becomes slot ``i``; its columns are kept up to
-            the new size. Everything else must be finite, for example zero: masked columns take part
-            in products.
+        slots, columns: The new size.
+        kept: The slots that stay. Number ``kept[i]`` becomes number ``i``; its columns are kept up
+            to the new size. Everything else must be finite, for example zero: masked columns take
+            part in products.
     """
 
-    rows: int
+    slots: int
     columns: int
     kept: tuple[int, ...]
 
@@ -37,7 +37,7 @@ class NewTrunk:
 @frozen
 class Copy:
     """Copy the first positions of a segment to the front of one trunk, or those of a trunk to the
-    front of rows.
+    front of slots.
 
     Attributes:
         source: What is read.
@@ -46,36 +46,36 @@ class Copy:
     """
 
     source: Segment
-    targets: tuple[Trunk] | tuple[Row, ...]
+    targets: tuple[Trunk] | tuple[Slot, ...]
     size: int
 
 
 @frozen
 class Fork:
-    """Copy the first columns of rows to other rows, pair by pair.
+    """Copy the first columns of slots to other slots, pair by pair.
 
     Attributes:
-        sources: The rows to read; none of them is a target.
-        targets: The rows to write.
+        sources: The slots to read; none of them is a target.
+        targets: The slots to write.
         columns: The most columns that one of them needs.
     """
 
-    sources: tuple[Row, ...]
-    targets: tuple[Row, ...]
+    sources: tuple[Slot, ...]
+    targets: tuple[Slot, ...]
     columns: int
 
 
 @frozen
 class Shift:
-    """Move the columns of rows from ``by`` on to their front. If this fails, the rows are lost.
+    """Move the columns of slots from ``by`` on to their front. If this fails, the slots are lost.
 
     Attributes:
-        rows: The rows.
+        slots: The slots.
         by: The first column to move.
         columns: The most columns that one of them then needs.
     """
 
-    rows: tuple[Row, ...]
+    slots: tuple[Slot, ...]
     by: int
     columns: int
 
@@ -92,9 +92,9 @@ class Join:
 
 @frozen
 class Blank:
-    """Make a row zero from a column on."""
+    """Make a slot zero from a column on."""
 
-    row: Row
+    slot: Slot
     first: int
 
 
@@ -102,7 +102,7 @@ Command = Resize | NewTrunk | Copy | Fork | Shift | Join | Blank
 
 
 class Table(Protocol):
-    """The engine's part: rows of equal length, and trunks."""
+    """The engine's part: slots of equal length, and trunks."""
 
     def do(self, command: Command) -> None:
         """Carry out a command.
@@ -112,9 +112,9 @@ class Table(Protocol):
         """
 
     def limit(self, used: int) -> int:
-        """The most positions that rows and trunks may take together.
+        """The most positions that slots and trunks may take together.
 
         Args:
-            used: What the current batch and pinned contexts take. If there are longer rows, this
-                may be up to twice what they need, because all rows have the same length.
+            used: What the current batch and pinned contexts take. If there are longer slots, this
+                may be up to twice what they need, because all slots have the same length.
         """

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from genlm.kit.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Resize, Shift, Table
-from genlm.kit.segments import Row, Segment
+from genlm.kit.segments import Segment, Slot
 
 #: The last commands; ``None`` where nobody keeps them.
 _last: deque[str] | None = None
@@ -50,33 +50,33 @@ def in_words(command: Command) -> str:
 
     Examples:
         >>> from genlm.core.context import Context
-        >>> row, other = (Row(Context((7, 8, 9)), slot=slot) for slot in (0, 3))
-        >>> in_words(Fork((row,), (other,), columns=2))
-        'Fork: 2 columns of rows 0 to rows 3'
+        >>> slot, other = (Slot(Context((7, 8, 9)), index=index) for index in (0, 3))
+        >>> in_words(Fork((slot,), (other,), columns=2))
+        'Fork: 2 columns of slots 0 to slots 3'
     """
     match command:
-        case Resize(rows, columns, kept):
-            told = f"to {rows} rows of {columns} columns, of which {len(kept)} stay"
+        case Resize(slots, columns, kept):
+            told = f"to {slots} slots of {columns} columns, of which {len(kept)} stay"
         case NewTrunk(trunk):
             told = _name(trunk)
         case Copy(source, targets, size):
             told = f"{size} positions of {_name(source)} to {', '.join(map(_name, targets))}"
         case Fork(sources, targets, columns):
-            told = f"{columns} columns of rows {_slots(sources)} to rows {_slots(targets)}"
-        case Shift(rows, by, _):
-            told = f"rows {_slots(rows)} by {by} columns"
+            told = f"{columns} columns of slots {_indices(sources)} to slots {_indices(targets)}"
+        case Shift(slots, by, _):
+            told = f"slots {_indices(slots)} by {by} columns"
         case Join(trunk, below, size):
             told = f"{size} positions of {_name(below)} in front of {_name(trunk)}"
-        case Blank(row, first):
-            told = f"{_name(row)} from column {first}"
+        case Blank(slot, first):
+            told = f"{_name(slot)} from column {first}"
     return f"{type(command).__name__}: {told}"
 
 
 def _name(segment: Segment) -> str:
-    if isinstance(segment, Row):
-        return f"row {segment.slot}"
+    if isinstance(segment, Slot):
+        return f"slot {segment.index}"
     return f"the trunk of positions {segment.start} to {segment.stop}"
 
 
-def _slots(rows: Iterable[Row]) -> str:
-    return ", ".join(str(row.slot) for row in rows)
+def _indices(slots: Iterable[Slot]) -> str:
+    return ", ".join(str(slot.index) for slot in slots)

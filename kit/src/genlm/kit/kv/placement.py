@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from genlm.kit.kv.sequence import TokenSequence
-from genlm.kit.segments import Row, Segment, Trunk
+from genlm.kit.segments import Segment, Slot, Trunk
 
 A = TypeVar("A", bound=TokenSequence)
 
@@ -21,19 +21,19 @@ class Placement(Generic[A]):
         found: The segment that it starts from.
         shared: How many leading tokens it has in common with that.
         start: The first position to compute; all before it are already there.
-        row: The row that the sequence ends in; ``None`` if it ends in ``trunk``.
-        trunk: A trunk that is computed for this sequence, before the row.
-        continued: Whether the row already held a prefix of this sequence.
+        slot: The slot that the sequence ends in; ``None`` if it ends in ``trunk``.
+        trunk: A trunk that is computed for this sequence, before the slot.
+        continued: Whether the slot already held a prefix of this sequence.
         kept: Whether the sequence's state is kept; if not, its context is already there.
         parent: The segment that its first new segment stands on.
-        base: The first position of its first new segment, or of the row that is continued.
+        base: The first position of its first new segment, or of the slot that is continued.
         source: What positions ``base`` to ``start`` are copied from.
         cut: Where the new trunk stops; ``base`` if there is none.
         inside: Sequences that this one begins with, and whose wanted positions are all computed for
             it: their rows are read there, and nothing else is done for them.
     """
 
-    row: Row | None = None
+    slot: Slot | None = None
     trunk: Trunk | None = None
     continued = False
     parent: Trunk | None = None
@@ -50,15 +50,15 @@ class Placement(Generic[A]):
         self.kept = shared < sequence.length
 
     @property
-    def end(self) -> Row | Trunk:
+    def end(self) -> Slot | Trunk:
         """The segment that the sequence ends in."""
-        end = self.row or self.trunk
+        end = self.slot or self.trunk
         assert end is not None, "the sequence has not been placed"
         return end
 
     @property
-    def needs_row(self) -> bool:
-        """Whether it takes a new row."""
+    def needs_slot(self) -> bool:
+        """Whether it takes a new slot."""
         return not self.continued and self.cut < self.sequence.length
 
     @property
@@ -67,10 +67,10 @@ class Placement(Generic[A]):
         return self.sequence.length - self.start
 
     @property
-    def own(self) -> list[Row | Trunk]:
-        """Its segments, in the order of their positions: those made for it, or the row that is
+    def own(self) -> list[Slot | Trunk]:
+        """Its segments, in the order of their positions: those made for it, or the slot that is
         continued."""
-        return [segment for segment in (self.trunk, self.row) if segment is not None]
+        return [segment for segment in (self.trunk, self.slot) if segment is not None]
 
     def computes(self, other: Placement[A]) -> bool:
         """Whether all wanted positions of a sequence that this one begins with are among those to
@@ -96,16 +96,16 @@ class Placement(Generic[A]):
             below = below.parent
         return below
 
-    def segments(self, start: int, stop: int) -> list[tuple[Row | Trunk, int, int]]:
+    def segments(self, start: int, stop: int) -> list[tuple[Slot | Trunk, int, int]]:
         """Where positions ``start`` to ``stop`` (exclusive) go: segments, each with the start and
         stop of its positions."""
-        row, trunk = self.row, self.trunk
-        found: list[tuple[Row | Trunk, int, int]] = []
+        slot, trunk = self.slot, self.trunk
+        found: list[tuple[Slot | Trunk, int, int]] = []
         if trunk is not None and start < (below := min(stop, trunk.stop)):
             found.append((trunk, start, below))
             start = below
-        if row is not None and start < stop:
-            found.append((row, start, stop))
+        if slot is not None and start < stop:
+            found.append((slot, start, stop))
         return found
 
 

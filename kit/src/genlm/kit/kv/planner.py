@@ -16,7 +16,7 @@ from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Together, Worth, best_cut
 from genlm.kit.kv.tree import Tree
 from genlm.kit.kv.trunks import Trunks
-from genlm.kit.segments import Row, Segment, Trunk
+from genlm.kit.segments import Segment, Slot, Trunk
 
 A = TypeVar("A", bound=TokenSequence)
 
@@ -29,9 +29,9 @@ class Planner(Generic[A]):
     is dropped first.
 
     A sequence starts from the kept context that shares the longest prefix with it. If it extends
-    that context, or ends within its row, it runs in the same row, and nothing is copied. Else it is
-    a fork: a long shared prefix is (or becomes) a trunk, a short one is copied to a new row. A
-    row's state is valid up to its key. Positions beyond the key are never read, so a failed batch
+    that context, or ends within its slot, it runs in the same slot, and nothing is copied. Else it
+    is a fork: a long shared prefix is (or becomes) a trunk, a short one is copied to a new slot. A
+    slot's state is valid up to its key. Positions beyond the key are never read, so a failed batch
     leaves the tree correct.
 
     What a sequence of the batch begins with is inside of it, and computed with it.
@@ -43,7 +43,7 @@ class Planner(Generic[A]):
     Args:
         table: Carries out commands.
         worth: The numbers for decisions on sharing.
-        shares: Whether prefixes may be shared; else every context has its own row.
+        shares: Whether prefixes may be shared; else every context has its own slot.
 
     Attributes:
         tree: What is kept.
@@ -64,7 +64,7 @@ class Planner(Generic[A]):
         """Whether a context of this length can be kept besides the pinned ones."""
         if self._shares and length >= self._worth.trunk:
             return self._room.has(Needs(trunks=length))
-        return self._room.has(Needs(rows=1, columns=self._worth.columns(length)))
+        return self._room.has(Needs(slots=1, columns=self._worth.columns(length)))
 
     def known(self, sequence: TokenSequence) -> int:
         """How many leading tokens of a sequence need not be computed."""
@@ -155,8 +155,8 @@ class Planner(Generic[A]):
         computed = [placement for placement in self._running if placement in wanted]
         self._running = []
         for placement in computed:  # all first: the new key of one may be the old key of another
-            if placement.kept and placement.continued and placement.row is not None:
-                self.tree.rename(placement.row, placement.sequence.tokens)
+            if placement.kept and placement.continued and placement.slot is not None:
+                self.tree.rename(placement.slot, placement.sequence.tokens)
         for placement in computed:
             if placement.kept:
                 for segment in placement.own:
@@ -185,20 +185,20 @@ class Planner(Generic[A]):
         self._give_up(batch)
 
     def _give_up(self, batch: Sequence[Placement[A]]) -> None:
-        """Free new segments, forget what was written into rows, and overwrite it: it may be nan,
+        """Free new segments, forget what was written into slots, and overwrite it: it may be nan,
         and a masked column still takes part in products."""
         for placement in batch:
-            if placement.row is not None and not placement.continued:
-                self.tree.discard(placement.row)
-            elif placement.row is not None:
-                self.tree.cut(placement.row, placement.start)
+            if placement.slot is not None and not placement.continued:
+                self.tree.discard(placement.slot)
+            elif placement.slot is not None:
+                self.tree.cut(placement.slot, placement.start)
             if placement.trunk is not None:
                 self.tree.discard(placement.trunk)
         try:
             for placement in batch:
-                if (row := placement.row) is not None:
-                    self._table.do(Blank(row, max(placement.start - row.start, 0)))
-        except Exception as error:  # no row can be shared any more
+                if (slot := placement.slot) is not None:
+                    self._table.do(Blank(slot, max(placement.start - slot.start, 0)))
+        except Exception as error:  # no slot can be shared any more
             self._running = []
             self._room.lose(error)
 
@@ -214,7 +214,7 @@ class Planner(Generic[A]):
             found = found.parent
         if (
             self._shares
-            and isinstance(found, Row)
+            and isinstance(found, Slot)
             and sequence.length - found.start >= self._worth.step
         ):
             self._trunks.split([found], sequence.length)
@@ -284,16 +284,16 @@ class Planner(Generic[A]):
         return [placement for placement in batch if placement not in wait], cuts
 
     def _plan(self, batch: Sequence[Placement[A]], cuts: dict[int, list[int]]) -> None:
-        """Decide where each of them runs: in an existing row, on a trunk, or in a new row with a
+        """Decide where each of them runs: in an existing slot, on a trunk, or in a new slot with a
         copy."""
         taken: set[Segment] = set()
         weighed = self._weighed(batch, sum(map(len, cuts.values())))
         for placement in batch:
             found = placement.found
-            if isinstance(found, Row) and found not in taken and placement.start >= found.start:
+            if isinstance(found, Slot) and found not in taken and placement.start >= found.start:
                 extends = placement.shared == found.stop and not found.pinned
                 if extends or not placement.kept:
-                    placement.row, placement.continued = found, True
+                    placement.slot, placement.continued = found, True
                     placement.base = placement.cut = found.start
                     taken.add(found)
                     continue
@@ -302,7 +302,7 @@ class Planner(Generic[A]):
             self._set_apart(batch, weighed)
 
     def _plan_new(self, placement: Placement[A], weighed: Weighed, cuts: Sequence[int]) -> None:
-        """Where it runs without an existing row."""
+        """Where it runs without an existing slot."""
         below, (worth, saved) = placement.below(), weighed
         if isinstance(below, Trunk) and worth.a_product(below, placement.start, saved[below]):
             placement.parent, placement.base = below, placement.start
@@ -331,22 +331,22 @@ class Planner(Generic[A]):
 
     def _set_apart(self, batch: Sequence[Placement[A]], weighed: Weighed) -> None:
         """Give contexts that are new, or grow by much, their own trunks where they would make all
-        rows longer."""
+        slots longer."""
         step = self._worth.step
         grows = [
             placement
             for placement in batch
-            if (placement.new_tokens > step if placement.continued else placement.needs_row)
+            if (placement.new_tokens > step if placement.continued else placement.needs_slot)
         ]
         if not grows:
             return
         sizes = [placement.sequence.length - placement.cut for placement in grows]
-        rows = {placement.row for placement in grows if placement.row is not None}
+        slots = {placement.slot for placement in grows if placement.slot is not None}
         new = [*zip(sizes, grows, strict=True)]
-        for owner in self._trunks.too_long(self._worth.columns(max(sizes)), new, rows):
+        for owner in self._trunks.too_long(self._worth.columns(max(sizes)), new, slots):
             if isinstance(owner, Placement) and owner.kept:
                 if owner.continued:
-                    owner.row, owner.continued = None, False
+                    owner.slot, owner.continued = None, False
                     self._plan_new(owner, weighed, ())
                 owner.cut = owner.sequence.length
 
@@ -361,7 +361,7 @@ class Planner(Generic[A]):
         cuts = [placement.cut for placement in batch]
         starts = [placement.start for placement in batch]
         return Needs(
-            rows=sum(placement.needs_row for placement in new),
+            slots=sum(placement.needs_slot for placement in new),
             columns=self._worth.columns(max(map(sub, lengths, cuts), default=0)),
             computed=sum(lengths) - sum(map(max, starts, cuts)),
             trunks=sum(placement.cut - placement.base for placement in new),
@@ -398,8 +398,8 @@ class Planner(Generic[A]):
             context = sequence.tokens.first(placement.cut)
             placement.trunk = parent = self.tree.new_trunk(context, sequence.version, parent, base)
             base = placement.cut
-        if placement.needs_row:
-            placement.row = self.tree.new_row(sequence, parent, base)
+        if placement.needs_slot:
+            placement.slot = self.tree.new_slot(sequence, parent, base)
         like, length = sequence.known_key, sequence.length
         if not like and placement.found is not None:
             like, length = placement.found.known_key, placement.shared
@@ -407,23 +407,23 @@ class Planner(Generic[A]):
             segment.begins_like(like, length)
 
     def _copy(self, batch: Sequence[Placement[A]]) -> None:
-        """Copy known positions to new segments: the forks of rows together, and those of a
+        """Copy known positions to new segments: the forks of slots together, and those of a
         trunk."""
-        forks: list[tuple[Row, Row, int]] = []
-        leaving: defaultdict[Segment, list[tuple[Row, int]]] = defaultdict(list)
+        forks: list[tuple[Slot, Slot, int]] = []
+        leaving: defaultdict[Segment, list[tuple[Slot, int]]] = defaultdict(list)
         for placement in batch:
             size, source = placement.start - placement.base, placement.source
-            target = placement.trunk or placement.row
+            target = placement.trunk or placement.slot
             if source is None or target is None or not size:
                 continue
             if isinstance(target, Trunk):
                 self._table.do(Copy(source, (target,), size))
-            elif isinstance(source, Row):
+            elif isinstance(source, Slot):
                 forks.append((source, target, size))
             else:
                 leaving[source].append((target, size))
-        for trunk, rows in leaving.items():
-            targets, sizes = zip(*rows, strict=True)
+        for trunk, slots in leaving.items():
+            targets, sizes = zip(*slots, strict=True)
             self._table.do(Copy(trunk, targets, max(sizes)))
         if forks:
             sources, targets, sizes = zip(*forks, strict=True)

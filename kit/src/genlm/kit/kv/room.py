@@ -11,7 +11,7 @@ from genlm.core.logs import get_logger
 from genlm.kit.kv.commands import Resize, Table
 from genlm.kit.kv.sharing import Worth
 from genlm.kit.kv.tree import Tree
-from genlm.kit.segments import Row, Segment, Trunk
+from genlm.kit.segments import Segment, Slot, Trunk
 
 logger = get_logger()
 
@@ -21,14 +21,14 @@ class Needs:
     """The room that a batch takes.
 
     Attributes:
-        rows: New rows.
-        columns: The columns of the longest row, new or continued.
-        computed: The positions that are computed for rows.
+        slots: New slots.
+        columns: The columns of the longest slot, new or continued.
+        computed: The positions that are computed for slots.
         trunks: The positions of new trunks.
         protected: Segments that must stay.
     """
 
-    rows: int = 0
+    slots: int = 0
     columns: int = 0
     computed: int = 0
     trunks: int = 0
@@ -36,7 +36,7 @@ class Needs:
 
 
 class Room:
-    """Keeps rows and trunks within the budget. The least recently used is dropped first.
+    """Keeps slots and trunks within the budget. The least recently used is dropped first.
 
     Args:
         tree: What is kept.
@@ -51,8 +51,8 @@ class Room:
 
     def has(self, needs: Needs) -> bool:
         """Whether there is room after dropping all that is neither needed nor pinned."""
-        rows, columns, trunks = self._taken(needs)
-        used = rows * columns + trunks
+        slots, columns, trunks = self._taken(needs)
+        used = slots * columns + trunks
         return used <= self._table.limit(used)
 
     def make(self, needs: Needs) -> bool:
@@ -60,16 +60,16 @@ class Room:
         cannot fit."""
         if self._has_it(needs):
             return True
-        rows, least, trunks = self._taken(needs)
-        used = rows * least + trunks
+        slots, least, trunks = self._taken(needs)
+        used = slots * least + trunks
         if used > self._table.limit(used):
             return False
         tree = self._tree
-        sizes = Counter(self._worth.columns(row.size) for row in tree.rows)
-        columns, count = max(needs.columns, *sizes, 0), sizes.total() + needs.rows
-        # With long rows in the table a batch of short ones takes more, because all rows have the
-        # same length. If that is more than twice as much, the long rows should go.
-        limit = self._table.limit(rows * max(least, min(columns, 2 * needs.columns)) + trunks)
+        sizes = Counter(self._worth.columns(slot.size) for slot in tree.slots)
+        columns, count = max(needs.columns, *sizes, 0), sizes.total() + needs.slots
+        # With long slots in the table a batch of short ones takes more, because all slots have the
+        # same length. If that is more than twice as much, the long slots should go.
+        limit = self._table.limit(slots * max(least, min(columns, 2 * needs.columns)) + trunks)
         room = limit - tree.trunk_positions - needs.trunks
         dropped = True
         while count * columns > room and dropped:
@@ -95,23 +95,23 @@ class Room:
         tree = self._tree
         positions = tree.positions + needs.trunks
         return (
-            len(tree.rows) + needs.rows <= tree.slots
+            len(tree.slots) + needs.slots <= tree.allocated
             and needs.columns <= tree.columns
             # What the batch takes is more than this, so the limit is not less.
-            and positions <= self._table.limit(needs.rows * needs.columns + needs.trunks)
+            and positions <= self._table.limit(needs.slots * needs.columns + needs.trunks)
         )
 
-    def is_tight(self, rows: int, columns: int) -> bool:
-        """Whether with so many new rows, and all rows of so many columns, more than half of the
-        budget is taken. What rows waste, or a copy of them, may not find room then."""
+    def is_tight(self, slots: int, columns: int) -> bool:
+        """Whether with so many new slots, and all slots of so many columns, more than half of the
+        budget is taken. What slots waste, or a copy of them, may not find room then."""
         tree = self._tree
-        taken = (len(tree.rows) + rows) * columns + tree.trunk_positions
-        return 2 * taken > self._table.limit(rows * columns)
+        taken = (len(tree.slots) + slots) * columns + tree.trunk_positions
+        return 2 * taken > self._table.limit(slots * columns)
 
     def trim(self) -> None:
-        """Shrink the table to its rows."""
-        rows = self._tree.rows
-        self._resize(len(rows), self._worth.columns(max((row.size for row in rows), default=0)))
+        """Shrink the table to its slots."""
+        slots = self._tree.slots
+        self._resize(len(slots), self._worth.columns(max((slot.size for slot in slots), default=0)))
 
     def clear(self) -> None:
         """Drop everything, and free the memory."""
@@ -122,45 +122,48 @@ class Room:
         """Drop everything, because an error has left incomplete state."""
         tree = self._tree
         pinned = sum(segment.pinned for segment in tree.kept)
-        logger.warning("kv.lost", rows=len(tree.rows), pinned=pinned, reason=describe_error(error))
+        logger.warning(
+            "kv.lost", slots=len(tree.slots), pinned=pinned, reason=describe_error(error)
+        )
         self.clear()
 
     def _taken(self, needs: Needs) -> tuple[int, int, int]:
-        """What a batch and all that is pinned take: rows, their least columns, and the positions
+        """What a batch and all that is pinned take: slots, their least columns, and the positions
         of trunks."""
         tree = self._tree
         staying = tree.with_paths(needs.protected) | tree.pinned()
-        rows = [segment.size for segment in staying if isinstance(segment, Row)]
+        slots = [segment.size for segment in staying if isinstance(segment, Slot)]
         trunks = sum(segment.size for segment in staying if isinstance(segment, Trunk))
-        columns = max(needs.columns, *map(self._worth.columns, rows), 0)
-        return len(rows) + needs.rows, columns, trunks + needs.trunks
+        columns = max(needs.columns, *map(self._worth.columns, slots), 0)
+        return len(slots) + needs.slots, columns, trunks + needs.trunks
 
-    def _fit(self, rows: int, columns: int, room: int) -> None:
-        """Give the table at least ``rows`` rows of ``columns``, at most ``room`` positions in all.
+    def _fit(self, slots: int, columns: int, room: int) -> None:
+        """Give the table at least ``slots`` slots of ``columns``, at most ``room`` positions in
+        all.
 
-        Allocating memory is slow, so some more rows are allocated if the budget allows it: later
+        Allocating memory is slow, so some more slots are allocated if the budget allows it: later
         forks use them.
         """
         tree, step = self._tree, self._worth.step
-        too_large = tree.slots * tree.columns > room
-        if rows <= tree.slots and columns <= tree.columns and not too_large:
+        too_large = tree.allocated * tree.columns > room
+        if slots <= tree.allocated and columns <= tree.columns and not too_large:
             return
         wide = columns
         wider = self._worth.columns(columns + columns // 8)
-        if columns > tree.columns and columns >= 8 * step and rows * wider <= room:
+        if columns > tree.columns and columns >= 8 * step and slots * wider <= room:
             wide = wider
-        # More rows if they are short, so that the spare memory is about the same for any length.
-        more = min(rows // 2, max(rows // 8, rows * step // max(wide, 1)))
-        spare = rows if too_large else max(rows + more, tree.slots)
-        self._resize(max(rows, min(spare, room // max(wide, 1))), wide)
+        # More slots if they are short, so that the spare memory is about the same for any length.
+        more = min(slots // 2, max(slots // 8, slots * step // max(wide, 1)))
+        spare = slots if too_large else max(slots + more, tree.allocated)
+        self._resize(max(slots, min(spare, room // max(wide, 1))), wide)
 
     def _resize(self, slots: int, columns: int) -> None:
-        """Resize the table, and move rows to its front."""
-        kept = sorted(self._tree.rows, key=lambda row: row.slot)
+        """Resize the table, and move slots to its front."""
+        kept = sorted(self._tree.slots, key=lambda slot: slot.index)
         try:
-            self._table.do(Resize(slots, columns, tuple(row.slot for row in kept)))
-        except BaseException as error:  # with only some layers moved, no row is complete
+            self._table.do(Resize(slots, columns, tuple(slot.index for slot in kept)))
+        except BaseException as error:  # with only some layers moved, no slot is complete
             self.lose(error)
             raise
         self._tree.resized(slots, columns, kept)
-        logger.debug("kv.resized", rows=slots, columns=columns, kept=len(kept))
+        logger.debug("kv.resized", slots=slots, columns=columns, kept=len(kept))

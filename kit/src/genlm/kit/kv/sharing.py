@@ -11,7 +11,7 @@ from attrs import frozen
 
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.prefixes import PrefixIndex, length_of, shared_length, tokens_in
-from genlm.kit.segments import Row, Trunk
+from genlm.kit.segments import Slot, Trunk
 
 T = TypeVar("T")
 
@@ -26,18 +26,18 @@ class Worth:
             many tokens, in all: as many as take as long as a forward more.
         sharing: Forks share their parent's state as a trunk if that saves this many positions of
             copies in all. Else it is copied: in every layer of every forward a trunk costs one more
-            product, which takes as long as attention over this many positions in rows.
+            product, which takes as long as attention over this many positions in slots.
         product: One more context shares the first positions of a trunk if they are at least this
             many.
         trunk: What is shared by forks becomes a trunk if it has at least this many. So does every
-            row of at least this many that is much longer than others, because all rows are as long
-            as the longest; and where half of the budget is spent, if that saves room.
+            slot of at least this many that is much longer than others, because all slots are as
+            long as the longest; and where half of the budget is spent, if that saves room.
         waste: The table may take up to this many times the positions in it; if more, the longest
-            rows become trunks.
-        spare: Each row may take this many more.
-        collecting: The common prefix of rows becomes a trunk, to save memory, if it has at least
+            slots become trunks.
+        spare: Each slot may take this many more.
+        collecting: The common prefix of slots becomes a trunk, to save memory, if it has at least
             this many.
-        outliers: The most shorter rows that become trunks because they are longer than the others.
+        outliers: The most shorter slots that become trunks because they are longer than the others.
         path: The most trunks below a context, usually.
         plenty: While less than half of the budget is taken, only what saves or wastes this many
             positions becomes a trunk: for devices that would launch more kernels for it than they
@@ -64,7 +64,7 @@ class Worth:
         return -(-length // self.step) * self.step
 
     def shared(self, size: int, saved: int) -> bool:
-        """Whether ``size`` positions of a row, which save so many copies, become a trunk."""
+        """Whether ``size`` positions of a slot, which save so many copies, become a trunk."""
         return (saved >= self.sharing or size >= self.trunk) and saved >= self.plenty
 
     def a_product(self, trunk: Trunk, start: int, saved: int) -> bool:
@@ -79,22 +79,22 @@ class Worth:
         return with_others or (start - trunk.start >= self.product and saved >= self.plenty)
 
     def too_wide(self, longest: int, count: int, total: int) -> bool:
-        """Whether rows as long as the longest are much longer than their contents.
+        """Whether slots as long as the longest are much longer than their contents.
 
         Args:
             longest: The size of the longest.
-            count: How many rows there are.
+            count: How many slots there are.
             total: The sum of their sizes.
         """
         most = self.waste * total + self.step * count + self.plenty
         return longest > 2 * self.step and self.columns(longest) * count > most
 
     def saves_room(self, sizes: Sequence[int], columns: int) -> bool:
-        """Whether a table of rows takes less when the long ones are trunks, each with a row as long
-        as the others; where all are long, it will.
+        """Whether a table of slots takes less when the long ones are trunks, each with a slot as
+        long as the others; where all are long, it will.
 
         Args:
-            sizes: Of the rows.
+            sizes: Of the slots.
             columns: What each of them takes.
         """
         long = sum([size for size in sizes if size >= self.trunk])
@@ -102,14 +102,14 @@ class Worth:
         return not rest or long + len(sizes) * self.columns(rest) < len(sizes) * columns
 
     def long(self, tails: Iterable[tuple[int, T]]) -> list[T]:
-        """The owners of rows that are long enough for a trunk, from their sizes and owners."""
+        """The owners of slots that are long enough for a trunk, from their sizes and owners."""
         return [owner for size, owner in tails if size >= self.trunk]
 
     def outliers_of(self, tails: Iterable[tuple[int, T]]) -> list[T]:
-        """The long rows, or few others, that make all rows much longer than their contents.
+        """The long slots, or few others, that make all slots much longer than their contents.
 
         Args:
-            tails: The size of each row, and its owner.
+            tails: The size of each slot, and its owner.
         """
         ordered = sorted(tails, key=itemgetter(0), reverse=True)
         total = sum(map(itemgetter(0), ordered))
@@ -160,37 +160,37 @@ class Together(Generic[T]):
         return (value, shared) if shared - known >= self._least else (None, known)
 
 
-#: Rows on the same trunk, in the order of their keys, and how many first positions each two
+#: Slots on the same trunk, in the order of their keys, and how many first positions each two
 #: neighbours have in common.
-Family = tuple[list[Row], list[int]]
+Family = tuple[list[Slot], list[int]]
 
 
-def families_of(rows: Iterable[Row]) -> list[Family]:
-    """Rows by the place that they stand on, and their common positions after it."""
-    families: dict[tuple[Trunk | None, int], list[tuple[bytes, Row]]] = {}
-    for key, row in sorted(((row.key, row) for row in rows), key=itemgetter(0)):
-        families.setdefault((row.parent, row.start), []).append((key, row))
+def families_of(slots: Iterable[Slot]) -> list[Family]:
+    """Slots by the place that they stand on, and their common positions after it."""
+    families: dict[tuple[Trunk | None, int], list[tuple[bytes, Slot]]] = {}
+    for key, slot in sorted(((slot.key, slot) for slot in slots), key=itemgetter(0)):
+        families.setdefault((slot.parent, slot.start), []).append((key, slot))
     return [
         (
-            [row for _, row in family],
+            [slot for _, slot in family],
             [max(shared_length(a, b) - start, 0) for (a, _), (b, _) in pairwise(family)],
         )
         for (_, start), family in families.items()
     ]
 
 
-def common_parts(family: Family, least: int) -> Iterator[tuple[list[Row], int]]:
-    """Parts that rows have in common, each of which saves at least so many positions as a trunk:
-    that which saves most, then those of the rows on its left and on its right. Each with the
+def common_parts(family: Family, least: int) -> Iterator[tuple[list[Slot], int]]:
+    """Parts that slots have in common, each of which saves at least so many positions as a trunk:
+    that which saves most, then those of the slots on its left and on its right. Each with the
     position where it stops."""
     left = [family]
     while left:
-        rows, shared = left.pop()
+        slots, shared = left.pop()
         saved, first, last, size = best_part(shared)
         if saved >= max(least, 1):
-            yield rows[first : last + 1], rows[0].start + size
-            left.append((rows[:first], shared[: max(first - 1, 0)]))
-            left.append((rows[last + 1 :], shared[last + 1 :]))
+            yield slots[first : last + 1], slots[0].start + size
+            left.append((slots[:first], shared[: max(first - 1, 0)]))
+            left.append((slots[last + 1 :], shared[last + 1 :]))
 
 
 def best_part(shared: Sequence[int]) -> tuple[int, int, int, int]:

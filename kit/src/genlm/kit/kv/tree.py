@@ -10,7 +10,7 @@ from operator import attrgetter
 from genlm.core.context import Context
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.prefixes import key_of, nearest_of, prefix_of, tokens_in
-from genlm.kit.segments import Row, Segment, Trunk
+from genlm.kit.segments import Segment, Slot, Trunk
 
 #: Of more than one in so many that have changed, all are sorted anew.
 FEW = 16
@@ -21,20 +21,20 @@ class Tree:
 
     Attributes:
         kept: The kept segments, the least recently used first.
-        rows: All rows, kept or running.
+        slots: All slots, kept or running.
         running: Segments of a batch that is not committed yet.
-        slots, columns: The size of the table.
-        row_positions, trunk_positions: How many positions all rows and all trunks hold.
+        allocated, columns: How many slots the table has, and how long they are.
+        slot_positions, trunk_positions: How many positions all slots and all trunks hold.
         state: Another object after every change of what is kept.
     """
 
     def __init__(self) -> None:
         self.kept: dict[Segment, None] = {}
-        self.rows: dict[Row, None] = {}
+        self.slots: dict[Slot, None] = {}
         self.running: set[Segment] = set()
-        self.slots = 0
+        self.allocated = 0
         self.columns = 0
-        self.row_positions = self.trunk_positions = 0
+        self.slot_positions = self.trunk_positions = 0
         self.state = object()
         self._pins: set[Segment] = set()
         self._ends: dict[tuple[int, int], Segment] = {}  # the kept ones by name
@@ -49,7 +49,7 @@ class Tree:
     @property
     def positions(self) -> int:
         """For how many positions memory is allocated."""
-        return self.slots * self.columns + self.trunk_positions
+        return self.allocated * self.columns + self.trunk_positions
 
     def at_end(self, version: int, context: Context) -> Segment | None:
         """The kept segment that ends where a context does."""
@@ -142,14 +142,14 @@ class Tree:
                     kept[trunk] = kept.pop(trunk)
             kept[segment] = kept.pop(segment)
 
-    def new_row(self, sequence: TokenSequence, parent: Trunk | None, start: int) -> Row:
-        """A running row in a free slot."""
-        row = Row(sequence.tokens, sequence.version, slot=heapq.heappop(self._free))
-        row.stand_on(parent, start)
-        self.row_positions += row.size
-        self.rows[row] = None
-        self.running.add(row)
-        return row
+    def new_slot(self, sequence: TokenSequence, parent: Trunk | None, start: int) -> Slot:
+        """A running slot, the first that is free."""
+        slot = Slot(sequence.tokens, sequence.version, index=heapq.heappop(self._free))
+        slot.stand_on(parent, start)
+        self.slot_positions += slot.size
+        self.slots[slot] = None
+        self.running.add(slot)
+        return slot
 
     def new_trunk(self, context: Context, version: int, parent: Trunk | None, start: int) -> Trunk:
         """A running trunk."""
@@ -177,31 +177,31 @@ class Tree:
         self._ends[segment.name] = segment
         self._come[segment] = None
 
-    def rename(self, row: Row, context: Context) -> None:
-        """Let a kept row end where another context does; it must be kept again."""
-        self._unsort(row)
-        del self.kept[row]
-        if self._ends.get(row.name) is row:
-            del self._ends[row.name]
-        self.row_positions += context.length - row.stop
-        row.context, row.stop = context, context.length
-        row.name = row.version, context.hash_value
+    def rename(self, slot: Slot, context: Context) -> None:
+        """Let a kept slot end where another context does; it must be kept again."""
+        self._unsort(slot)
+        del self.kept[slot]
+        if self._ends.get(slot.name) is slot:
+            del self._ends[slot.name]
+        self.slot_positions += context.length - slot.stop
+        slot.context, slot.stop = context, context.length
+        slot.name = slot.version, context.hash_value
 
-    def cut(self, row: Row, stop: int) -> None:
-        """Let a kept row hold no more than the first ``stop`` positions of its context."""
-        if stop >= row.stop:
+    def cut(self, slot: Slot, stop: int) -> None:
+        """Let a kept slot hold no more than the first ``stop`` positions of its context."""
+        if stop >= slot.stop:
             return
-        context = row.context.first(stop)
-        if stop <= row.start or self.at_end(row.version, context) is not None:
-            return self.drop(row)
-        self.rename(row, context)
-        row.begins_like(row.known_key, stop)
-        self.keep(row)
+        context = slot.context.first(stop)
+        if stop <= slot.start or self.at_end(slot.version, context) is not None:
+            return self.drop(slot)
+        self.rename(slot, context)
+        slot.begins_like(slot.known_key, stop)
+        self.keep(slot)
 
-    def shorten(self, row: Row, trunk: Trunk) -> None:
-        """Note that a trunk holds the first positions of a row."""
-        self.row_positions -= trunk.stop - row.start
-        row.stand_on(trunk, trunk.stop)
+    def shorten(self, slot: Slot, trunk: Trunk) -> None:
+        """Note that a trunk holds the first positions of a slot."""
+        self.slot_positions -= trunk.stop - slot.start
+        slot.stand_on(trunk, trunk.stop)
 
     def pin(self, segment: Segment) -> None:
         """Let a segment stay until all is cleared."""
@@ -228,10 +228,10 @@ class Tree:
         segment.leave()
         self.running.discard(segment)
         self._pins.discard(segment)
-        if isinstance(segment, Row):
-            del self.rows[segment]
-            self.row_positions -= segment.size
-            heapq.heappush(self._free, segment.slot)
+        if isinstance(segment, Slot):
+            del self.slots[segment]
+            self.slot_positions -= segment.size
+            heapq.heappush(self._free, segment.index)
         elif isinstance(segment, Trunk):
             self.trunk_positions -= segment.size
             segment.layers = []
@@ -240,35 +240,37 @@ class Tree:
         """Forget everything; the table is empty."""
         for segment in [*self.kept, *self.running]:
             segment.leave()
-        for emptied in (self.kept, self._ends, self._pins, self.rows, self.running, self._come):
+        for emptied in (self.kept, self._ends, self._pins, self.slots, self.running, self._come):
             emptied.clear()
         self._keys, self._sorted, self._gone, self.state = [], [], [], object()
-        self.row_positions = self.trunk_positions = 0
+        self.slot_positions = self.trunk_positions = 0
         self.resized(0, 0, ())
 
-    def resized(self, slots: int, columns: int, kept: Iterable[Row]) -> None:
-        """Note the table's new size, and the rows at its front."""
-        rows = list(kept)
-        for slot, row in enumerate(rows):
-            row.slot = slot
-        self.slots, self.columns = slots, columns
-        self._free = list(range(len(rows), slots))
+    def resized(self, allocated: int, columns: int, kept: Iterable[Slot]) -> None:
+        """Note the table's new size, and the slots at its front."""
+        slots = list(kept)
+        for index, slot in enumerate(slots):
+            slot.index = index
+        self.allocated, self.columns = allocated, columns
+        self._free = list(range(len(slots), allocated))
 
     def check_integrity(self) -> None:
         """Raises: RuntimeError: segments, places and memory do not add up."""
-        slots = sorted([row.slot for row in self.rows] + self._free)
-        if slots != list(range(self.slots)):
-            raise RuntimeError(f"rows {slots} are not those of a table of {self.slots} rows")
-        if any(row.size > self.columns for row in self.rows):
-            raise RuntimeError(f"a row is longer than the table's {self.columns} columns")
+        indices = sorted([slot.index for slot in self.slots] + self._free)
+        if indices != list(range(self.allocated)):
+            raise RuntimeError(
+                f"slots {indices} are not those of a table of {self.allocated} slots"
+            )
+        if any(slot.size > self.columns for slot in self.slots):
+            raise RuntimeError(f"a slot is longer than the table's {self.columns} columns")
         kept = {*self.kept, *self.running}
         trunks = {segment for segment in kept if isinstance(segment, Trunk)}
-        if {segment for segment in kept if isinstance(segment, Row)} != set(self.rows):
-            raise RuntimeError("a row is neither kept nor running")
+        if {segment for segment in kept if isinstance(segment, Slot)} != set(self.slots):
+            raise RuntimeError("a slot is neither kept nor running")
         if sum(trunk.size for trunk in trunks) != self.trunk_positions:
             raise RuntimeError(f"trunks do not take {self.trunk_positions} positions")
-        if sum(row.size for row in self.rows) != self.row_positions:
-            raise RuntimeError(f"rows do not take {self.row_positions} positions")
+        if sum(slot.size for slot in self.slots) != self.slot_positions:
+            raise RuntimeError(f"slots do not take {self.slot_positions} positions")
         if {segment for segment in kept if segment.pinned} != self._pins:
             raise RuntimeError("a pinned segment is not among those that stay")
         for segment in self.kept:

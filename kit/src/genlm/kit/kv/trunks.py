@@ -1,4 +1,4 @@
-"""Trunks: which positions of rows are kept only once for all contexts that share them."""
+"""Trunks: which positions of slots are kept only once for all contexts that share them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from genlm.kit.kv.placement import Placement
 from genlm.kit.kv.room import Needs, Room
 from genlm.kit.kv.sharing import Worth, best_cut, common_parts, families_of
 from genlm.kit.kv.tree import Tree
-from genlm.kit.segments import Row, Segment, Trunk
+from genlm.kit.segments import Segment, Slot, Trunk
 
 T = TypeVar("T")
 
 logger = get_logger()
 
-#: Rows are looked at for what they have in common, or for the longest, if one in so many is new.
+#: Slots are looked at for what they have in common, or for the longest, if one in so many is new.
 NEW = 8
 
 
 class Trunks:
-    """Makes trunks of rows, and joins trunks.
+    """Makes trunks of slots, and joins trunks.
 
     Args:
         tree: What is kept.
@@ -41,13 +41,13 @@ class Trunks:
         self._room = room
         self._table = table
         self._roomy, self._tight = worth, evolve(worth, plenty=0)
-        self._new_rows = 0  # since rows were last looked at for what they have in common
-        # What a look for rows that are too long was made with, if it found none; new rows since.
+        self._new_slots = 0  # since slots were last looked at for what they have in common
+        # What a look for slots that are too long was made with, if it found none; new slots since.
         self._vain: tuple[int, Worth, int] | None = None
         self._since_vain = 0
 
     def share_forked(self, batch: Sequence[Placement[Any]], needs: Needs) -> bool:
-        """Turn into trunks what several contexts will share, and rows that are too long beside
+        """Turn into trunks what several contexts will share, and slots that are too long beside
         those of a batch.
 
         Returns:
@@ -55,91 +55,95 @@ class Trunks:
         """
         changed = False
         protected = {placement.found for placement in batch if placement.found is not None}
-        # A context that extends its row, or ends in it, runs there: alone it shares nothing.
+        # A context that extends its slot, or ends in it, runs there: alone it shares nothing.
         new = [placement for placement in batch if not placement.continued]
         forked = {placement.found for placement in new}
-        wanted: dict[Row, list[int]] = {}
+        wanted: dict[Slot, list[int]] = {}
         for placement in batch if new else ():
-            if isinstance(placement.found, Row) and placement.found in forked:
+            if isinstance(placement.found, Slot) and placement.found in forked:
                 wanted.setdefault(placement.found, []).append(placement.start)
-        # What was set apart is weighed as it was then: as rows.
+        # What was set apart is weighed as it was then: as slots.
         whole = [placement for placement in new if placement.cut == placement.sequence.length]
         apart = [placement.sequence.length - placement.base for placement in whole]
         columns = max([needs.columns, *apart])
-        parts: list[tuple[Row, int]] = []
-        for row, cuts in wanted.items():
-            cut, saved = best_cut(cuts, row.start)
-            size = cut - row.start
+        parts: list[tuple[Slot, int]] = []
+        for slot, cuts in wanted.items():
+            cut, saved = best_cut(cuts, slot.start)
+            size = cut - slot.start
             if self.worth(len(new), max(columns, size)).shared(size, saved):
-                parts.append((row, cut))
+                parts.append((slot, cut))
         if self._too_late(len(new), columns, parts) and self._share(needs, self._tight):
             return True
-        for row, cut in parts:
-            changed |= self.split([row], cut, protected)
-        fresh = [(each.sequence.length - each.cut, each) for each in new if each.needs_row]
+        for slot, cut in parts:
+            changed |= self.split([slot], cut, protected)
+        fresh = [(each.sequence.length - each.cut, each) for each in new if each.needs_slot]
         for long in self.too_long(needs.columns, fresh):
             # This one may have been dropped to make room for the one before.
-            if isinstance(long, Row) and long in self._tree.kept:
+            if isinstance(long, Slot) and long in self._tree.kept:
                 changed |= self.split([long], long.stop, protected)
         return changed
 
-    def _too_late(self, rows: int, columns: int, parts: Sequence[tuple[Row, int]]) -> bool:
-        """Whether rows that share nothing, because there was plenty of room, would now become a
+    def _too_late(self, slots: int, columns: int, parts: Sequence[tuple[Slot, int]]) -> bool:
+        """Whether slots that share nothing, because there was plenty of room, would now become a
         trunk each. What they have in common comes first."""
-        if not self._roomy.plenty or self.worth(rows, columns) is self._roomy:
+        if not self._roomy.plenty or self.worth(slots, columns) is self._roomy:
             return False
-        return len(parts) > 0 or any(row.size >= self._tight.trunk for row in self._tree.rows)
+        return len(parts) > 0 or any(slot.size >= self._tight.trunk for slot in self._tree.slots)
 
-    def worth(self, rows: int, columns: int) -> Worth:
-        """What sharing is weighed with, where so many new rows come, and all have at least so many
+    def worth(self, slots: int, columns: int) -> Worth:
+        """What sharing is weighed with, where so many new slots come, and all have at least so many
         columns."""
         columns = max(columns, self._tree.columns)
-        return self._tight if self._room.is_tight(rows, columns) else self._roomy
+        return self._tight if self._room.is_tight(slots, columns) else self._roomy
 
     def too_long(
-        self, columns: int, new: Sequence[tuple[int, T]], grown: Set[Row] = frozenset()
-    ) -> list[Row | T]:
-        """What should rather be a trunk: the rows that make all others much longer than their
-        contents, and every long one where memory is short, because a row is copied to become one.
+        self, columns: int, new: Sequence[tuple[int, T]], grown: Set[Slot] = frozenset()
+    ) -> list[Slot | T]:
+        """What should rather be a trunk: the slots that make all others much longer than their
+        contents, and every long one where memory is short, because a slot is copied to become one.
 
         Args:
             columns: As many as a batch takes.
-            new: The size of each row that the batch adds, and its owner.
-            grown: Rows in whose place some of these come.
+            new: The size of each slot that the batch adds, and its owner.
+            grown: Slots in whose place some of these come.
         """
         tree = self._tree
         asked, columns, more = columns, max(columns, tree.columns), len(new) - len(grown)
-        total = tree.row_positions + sum([size for size, _ in new]) - sum(row.size for row in grown)
+        total = (
+            tree.slot_positions + sum([size for size, _ in new]) - sum(slot.size for slot in grown)
+        )
         worth = self.worth(more, columns)
         short = columns >= worth.trunk and worth is self._tight
-        if not (short or worth.too_wide(columns, len(tree.rows) + more, total)):
+        if not (short or worth.too_wide(columns, len(tree.slots) + more, total)):
             return []
         if self._was_in_vain(asked, worth, len(new)):
             return []
-        rows: list[tuple[int, Row | T]] = [(row.size, row) for row in tree.rows if row not in grown]
-        rows += new
-        if short and worth.saves_room([size for size, _ in rows], columns):
-            others = [each for each in rows if each[0] < worth.trunk]
-            found = worth.long(rows) + worth.outliers_of(others)
+        slots: list[tuple[int, Slot | T]] = [
+            (slot.size, slot) for slot in tree.slots if slot not in grown
+        ]
+        slots += new
+        if short and worth.saves_room([size for size, _ in slots], columns):
+            others = [each for each in slots if each[0] < worth.trunk]
+            found = worth.long(slots) + worth.outliers_of(others)
         else:
-            found = worth.outliers_of(rows)
-        self._vain = None if found else (asked, worth, len(tree.rows))
+            found = worth.outliers_of(slots)
+        self._vain = None if found else (asked, worth, len(tree.slots))
         self._since_vain = 0
         return found
 
     def _was_in_vain(self, columns: int, worth: Worth, new: int) -> bool:
-        """Whether the last look at all rows found none that is too long, and not much has changed:
-        of thousands of rows a look in every step would take longer than the step."""
+        """Whether the last look at all slots found none that is too long, and not much has changed:
+        of thousands of slots a look in every step would take longer than the step."""
         self._since_vain += new
         if self._vain is None:
             return False
-        most, weighed, rows = self._vain
-        changed = self._since_vain + abs(len(self._tree.rows) - rows)
-        return columns <= most and worth is weighed and NEW * changed < rows
+        most, weighed, slots = self._vain
+        changed = self._since_vain + abs(len(self._tree.slots) - slots)
+        return columns <= most and worth is weighed and NEW * changed < slots
 
     def share_common(self, needs: Needs) -> bool:
-        """If the table would take much more than its contents, turn into trunks what rows have in
-        common, and the few rows that are longer than all others.
+        """If the table would take much more than its contents, turn into trunks what slots have in
+        common, and the few slots that are longer than all others.
 
         Returns:
             Whether some were.
@@ -152,37 +156,37 @@ class Trunks:
     def _share(self, needs: Needs, worth: Worth | None) -> bool:
         """Turn into trunks what :meth:`_worth_splitting` finds."""
         chosen, done = self._worth_splitting(needs, worth), False
-        protected = needs.protected.union(*(rows for rows, _ in chosen))
-        for rows, cut in chosen:
-            if not self.split(rows, cut, protected):
+        protected = needs.protected.union(*(slots for slots, _ in chosen))
+        for slots, cut in chosen:
+            if not self.split(slots, cut, protected):
                 break
             done = True
         return done
 
     def _enough_new(self, needs: Needs) -> bool:
-        """Count the new rows of a table that would grow. Where the budget is spent that is every
-        one, so rows are looked at when some are new, or one is longer."""
-        rows, longer = len(self._tree.rows), needs.columns > self._tree.columns
-        if rows + needs.rows <= self._tree.slots and not longer:
+        """Count the new slots of a table that would grow. Where the budget is spent that is every
+        one, so slots are looked at when some are new, or one is longer."""
+        slots, longer = len(self._tree.slots), needs.columns > self._tree.columns
+        if slots + needs.slots <= self._tree.allocated and not longer:
             return False
-        self._new_rows += needs.rows
-        enough = longer or self._new_rows >= rows // NEW
+        self._new_slots += needs.slots
+        enough = longer or self._new_slots >= slots // NEW
         if enough:
-            self._new_rows = 0
+            self._new_slots = 0
         return enough
 
-    def _worth_splitting(self, needs: Needs, worth: Worth | None) -> list[tuple[list[Row], int]]:
-        """Rows, and where to cut them; none if the table has little unused room."""
+    def _worth_splitting(self, needs: Needs, worth: Worth | None) -> list[tuple[list[Slot], int]]:
+        """Slots, and where to cut them; none if the table has little unused room."""
         tree = self._tree
-        rows = list(tree.rows)
-        count = len(rows) + needs.rows
-        columns = max(needs.columns, *(self._roomy.columns(row.size) for row in rows), 0)
-        worth = worth or self.worth(needs.rows, columns)
+        slots = list(tree.slots)
+        count = len(slots) + needs.slots
+        columns = max(needs.columns, *(self._roomy.columns(slot.size) for slot in slots), 0)
+        worth = worth or self.worth(needs.slots, columns)
         unused = count * (columns - worth.spare) - worth.waste * needs.computed
         if unused <= worth.plenty:  # whatever they have in common
             return []
-        families = families_of(rows)
-        distinct = tree.row_positions - sum(sum(common) for _, common in families)
+        families = families_of(slots)
+        distinct = tree.slot_positions - sum(sum(common) for _, common in families)
         if unused <= worth.waste * distinct:
             return []
         parts = [
@@ -192,65 +196,67 @@ class Trunks:
         ]
         if parts:
             return parts
-        long = [row for row in rows if row.size >= columns - worth.step]
+        long = [slot for slot in slots if slot.size >= columns - worth.step]
         few = len(needs.protected.intersection(long)) <= worth.outliers
-        if few and 2 * len(long) <= len(rows) and columns > 2 * worth.step:
-            return [([row], row.stop) for row in long]
+        if few and 2 * len(long) <= len(slots) and columns > 2 * worth.step:
+            return [([slot], slot.stop) for slot in long]
         return []
 
-    def split(self, rows: Sequence[Row], cut: int, protected: Iterable[Segment] = ()) -> bool:
-        """Store as a trunk what rows have in common up to position ``cut``; the rest of each row
+    def split(self, slots: Sequence[Slot], cut: int, protected: Iterable[Segment] = ()) -> bool:
+        """Store as a trunk what slots have in common up to position ``cut``; the rest of each slot
         stands on it.
 
         Args:
-            rows: Rows with the same parent and start.
+            slots: Slots with the same parent and start.
             cut: A position after their first one, and within each of them.
             protected: Segments that must stay.
 
         Returns:
             ``False`` if the budget does not allow it; then nothing was done.
         """
-        first = rows[0]
+        first = slots[0]
         context = first.context.first(cut)
         trunk = self._tree.at_end(first.version, context)
         if not isinstance(trunk, Trunk):
-            needs = Needs(trunks=cut - first.start, protected={*protected, *rows})
+            needs = Needs(trunks=cut - first.start, protected={*protected, *slots})
             if not self._room.make(needs):
                 return False
             trunk = self._collected(first, context)
-        if longer := [row for row in rows if row.stop > cut]:  # the trunk took the others' place
+        if longer := [
+            slot for slot in slots if slot.stop > cut
+        ]:  # the trunk took the others' place
             self._move(longer, trunk)
         self._tree.touch(trunk)
         self.shorten(trunk, protected)
         return True
 
-    def _collected(self, row: Row, context: Context) -> Trunk:
-        """A kept trunk of the first positions of a row."""
-        trunk = self._tree.new_trunk(context, row.version, row.parent, row.start)
-        trunk.begins_like(row.known_key, trunk.stop)
+    def _collected(self, slot: Slot, context: Context) -> Trunk:
+        """A kept trunk of the first positions of a slot."""
+        trunk = self._tree.new_trunk(context, slot.version, slot.parent, slot.start)
+        trunk.begins_like(slot.known_key, trunk.stop)
         try:
             self._table.do(NewTrunk(trunk))
-            self._table.do(Copy(row, (trunk,), trunk.size))
+            self._table.do(Copy(slot, (trunk,), trunk.size))
         except BaseException:
             self._tree.discard(trunk)
             raise
         self._tree.keep(trunk)
         return trunk
 
-    def _move(self, rows: Sequence[Row], trunk: Trunk) -> None:
-        """Let what rows hold beyond a trunk stand on that trunk."""
-        columns = max(row.stop for row in rows) - trunk.stop
+    def _move(self, slots: Sequence[Slot], trunk: Trunk) -> None:
+        """Let what slots hold beyond a trunk stand on that trunk."""
+        columns = max(slot.stop for slot in slots) - trunk.stop
         try:
-            self._table.do(Shift(tuple(rows), trunk.stop - rows[0].start, columns))
+            self._table.do(Shift(tuple(slots), trunk.stop - slots[0].start, columns))
         except BaseException as error:  # with only some layers moved, they are incomplete
-            pinned = sum(row.pinned for row in rows)
-            lost = {"rows": len(rows), "pinned": pinned, "reason": describe_error(error)}
+            pinned = sum(slot.pinned for slot in slots)
+            lost = {"slots": len(slots), "pinned": pinned, "reason": describe_error(error)}
             logger.warning("kv.lost", **lost)
-            for row in rows:
-                self._tree.drop(row)
+            for slot in slots:
+                self._tree.drop(slot)
             raise
-        for row in rows:
-            self._tree.shorten(row, trunk)
+        for slot in slots:
+            self._tree.shorten(slot, trunk)
 
     def shorten(self, trunk: Trunk, protected: Iterable[Segment]) -> None:
         """Join trunks that only one context goes through, and keep the path short."""

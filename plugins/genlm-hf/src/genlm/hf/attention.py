@@ -13,17 +13,17 @@ from genlm.hf.partial import Partial, attend, partial_attention
 from genlm.hf.patterns import Pattern
 
 #: The name under which models find it (``model.set_attn_implementation``).
-ROW_ATTENTION = "genlm_rows"
+SLOT_ATTENTION = "genlm_slots"
 
 #: The keyword that carries the layout down to it.
 LAYOUT_ARGUMENT = "genlm_layout"
 
 
-def register_row_attention() -> None:
-    """Make ``ROW_ATTENTION`` known to transformers. Without a layout it is plain attention with
+def register_slot_attention() -> None:
+    """Make ``SLOT_ATTENTION`` known to transformers. Without a layout it is plain attention with
     transformers' own masks."""
-    AttentionInterface.register(ROW_ATTENTION, row_attention)
-    AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
+    AttentionInterface.register(SLOT_ATTENTION, slot_attention)
+    AttentionMaskInterface.register(SLOT_ATTENTION, sdpa_mask)
 
 
 def attention_of(config: Any) -> dict[str, str]:
@@ -38,7 +38,7 @@ def attention_of(config: Any) -> dict[str, str]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes differ in every forward
-def row_attention(
+def slot_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -50,8 +50,8 @@ def row_attention(
     """Attention of a packed forward.
 
     Args:
-        query: ``[tokens, heads, 1, dim]``: every token is a batch row of its own.
-        key, value: ``[rows, kv_heads, columns, dim]``: what the pool gave to the layer.
+        query: ``[tokens, heads, 1, dim]``: every token is a sequence of its own in the batch.
+        key, value: ``[slots, kv_heads, columns, dim]``: what the pool gave to the layer.
         attention_mask: Used without a layout only; a layout makes its own masks.
         genlm_layout: Which tokens belong to which segment.
 

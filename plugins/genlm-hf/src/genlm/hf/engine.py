@@ -15,12 +15,12 @@ from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError, GenlmError
 from genlm.core.types import Adapter, Answer, Query
 from genlm.hf.adapters import AdapterSet
-from genlm.hf.attention import attention_of, register_row_attention
+from genlm.hf.attention import attention_of, register_slot_attention
 from genlm.hf.budget import budget
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
 from genlm.hf.patterns import attention_window, layer_patterns
-from genlm.hf.pool import RowPool
+from genlm.hf.pool import SlotPool
 from genlm.hf.positions import longest_context
 from genlm.hf.probe import MORE_NOISE, MOST_NOISE, Choice, apart, choose_reuse, noise_of
 from genlm.hf.proof import BaseRow
@@ -64,8 +64,8 @@ class HFEngine:
         self._training = [module for module in model.modules() if module.training]
         self._original_attention = attention_of(model.config)
         self._adapters = AdapterSet(model)
-        register_row_attention()
-        self._runner = Runner(model.eval(), self._adapters, RowPool(), layer_patterns(model))
+        register_slot_attention()
+        self._runner = Runner(model.eval(), self._adapters, SlotPool(), layer_patterns(model))
         if why := _why_no_adapters(options):
             for hook in LORA_HOOKS:
                 setattr(self, hook, None)  # so it is none of this engine's

@@ -13,7 +13,7 @@ from attrs import frozen
 from genlm.hf.costs import costs_of
 from genlm.hf.patterns import Pattern
 from genlm.hf.upload import Indices, Places, Upload
-from genlm.kit.segments import Row, Segment, Trunk
+from genlm.kit.segments import Segment, Slot, Trunk
 
 #: A group may compute attention for this many padding tokens, and half of its tokens more.
 SPARE_TOKENS = 32
@@ -27,7 +27,7 @@ def ranges(starts: Iterable[int], stops: Iterable[int]) -> list[int]:
 
 
 class Chunks:
-    """The parts of sequences that one forward computes, each in one segment: those in rows first,
+    """The parts of sequences that one forward computes, each in one segment: those in slots first,
     by ascending slot, then those in trunks.
 
     Args:
@@ -52,10 +52,10 @@ class Chunks:
 
 
 class Layout:
-    """Which rows of the pool a forward reads, and where it writes.
+    """Which slots of the pool a forward reads, and where it writes.
 
     Args:
-        slots: The rows, ascending.
+        slots: The slots, ascending.
         width: How many columns are read.
         upload: Takes the indices.
     """
@@ -64,14 +64,14 @@ class Layout:
     past: int = 0
 
     def __init__(self, slots: Sequence[int], width: int, upload: Upload) -> None:
-        self._rows = Places(slots, upload)
+        self._slots = Places(slots, upload)
         self._width = width
 
     def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:
         """Write new states of a layer.
 
         Args:
-            states: The layer's rows.
+            states: The layer's slots.
             new: ``[batch, heads, tokens, head_dim]``, as the model computed them.
             layer: The layer.
             which: 0 for keys, 1 for values.
@@ -79,15 +79,15 @@ class Layout:
         raise NotImplementedError
 
     def read(self, states: torch.Tensor) -> torch.Tensor:
-        """The rows and columns of a layer that this forward reads."""
-        rows = self._rows.on(states.device)
-        if isinstance(rows, slice):
-            return states[rows, :, : self._width]
-        return states[:, :, : self._width].index_select(0, rows)
+        """The slots and columns of a layer that this forward reads."""
+        slots = self._slots.on(states.device)
+        if isinstance(slots, slice):
+            return states[slots, :, : self._width]
+        return states[:, :, : self._width].index_select(0, slots)
 
 
-def _slots_of(chunks: Chunks) -> list[int]:
-    return [segment.slot for segment in chunks.segments if isinstance(segment, Row)]
+def _indices_of(chunks: Chunks) -> list[int]:
+    return [segment.index for segment in chunks.segments if isinstance(segment, Slot)]
 
 
 class UniformLayout(Layout):
@@ -96,18 +96,18 @@ class UniformLayout(Layout):
 
     def __init__(self, chunks: Chunks, upload: Upload) -> None:
         self.past, self._stop = chunks.starts[0], chunks.stops[0]
-        super().__init__(_slots_of(chunks), self._stop, upload)
+        super().__init__(_indices_of(chunks), self._stop, upload)
 
     def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:
-        states[self._rows.on(states.device), :, self.past : self._stop] = new
+        states[self._slots.on(states.device), :, self.past : self._stop] = new
 
 
 class PackedLayout(Layout):
-    """Any chunks: every token is a batch row of length one, and only attention knows which belong
-    together.
+    """Any chunks: every token is a sequence of its own in the batch, and only attention
+    knows which belong together.
 
-    So no forward is padded: 31 rows that grow by one token and a newcomer of 200 are a forward over
-    231 tokens.
+    So no forward is padded: 31 contexts that grow by one token and a new one of 200 are a forward
+    over 231 tokens.
 
     Args:
         chunks: What is computed.
@@ -124,13 +124,13 @@ class PackedLayout(Layout):
     def __init__(
         self, chunks: Chunks, patterns: Sequence[Pattern], upload: Upload, device: torch.device
     ) -> None:
-        slots = _slots_of(chunks)
+        slots = _indices_of(chunks)
         count = len(slots)
         firsts, lasts, sizes = (of[:count] for of in (chunks.firsts, chunks.lasts, chunks.sizes))
         super().__init__(slots, max(lasts, default=0), upload)
         self._patterns = patterns
-        self._in_rows = sum(sizes)
-        self._token_slots = upload.add([*chain.from_iterable(map(repeat, slots, sizes))])
+        self._in_slots = sum(sizes)
+        self._token_indices = upload.add([*chain.from_iterable(map(repeat, slots, sizes))])
         self._token_columns = upload.add(ranges(firsts, lasts))
         self.positions = upload.add(ranges(chunks.starts, chunks.stops))
         spare = max(SPARE_TOKENS, costs_of(device).products // max(self._width, 1))
@@ -147,17 +147,17 @@ class PackedLayout(Layout):
 
     def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:
         new = new.squeeze(2)
-        if self._in_rows:
-            slots = self._token_slots.on(states.device)
-            states[slots, :, self._token_columns.on(states.device)] = new[: self._in_rows]
+        if self._in_slots:
+            indices = self._token_indices.on(states.device)
+            states[indices, :, self._token_columns.on(states.device)] = new[: self._in_slots]
         for group in self._trunk_groups:
             states = group.segment.layers[layer][which]
             states[0, :, group.columns] = new[group.tokens].transpose(0, 1)
 
 
 class Group:
-    """Neighbouring rows of a packed layout, or one trunk that is being computed: their attention is
-    computed together, padded to the longest chunk among them.
+    """Neighbouring slots of a packed layout, or one trunk that is being computed: their attention
+    is computed together, padded to the longest chunk among them.
 
     Args:
         chunks: All that the forward computes.
@@ -168,14 +168,14 @@ class Group:
         segment: What keeps the first.
         tokens: The place of their tokens in the forward.
         columns: Where the first is kept.
-        size: Tokens per row, padding included.
+        size: Tokens per slot, padding included.
         width: Columns to read.
     """
 
     def __init__(self, chunks: Chunks, which: slice, upload: Upload) -> None:
         firsts, lasts, sizes = (of[which] for of in (chunks.firsts, chunks.lasts, chunks.sizes))
         self.segment: Any = chunks.segments[which.start]
-        self._rows = which if isinstance(self.segment, Row) else slice(0, 1)
+        self._slots = which if isinstance(self.segment, Slot) else slice(0, 1)
         self._count = len(sizes)
         end = chunks.ends[which.stop - 1]
         self.tokens = slice(end - sum(sizes), end)
@@ -201,18 +201,18 @@ class Group:
     def own(
         self, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values of these segments, ``[rows, heads, width, dim]``.
+        """The keys and values of these segments, ``[slots, heads, width, dim]``.
 
         Args:
             layer: The layer.
-            key, value: The layout's rows.
+            key, value: The layout's slots.
         """
         if isinstance(self.segment, Trunk):
             key, value = self.segment.layers[layer]
-        return key[self._rows, :, : self.width], value[self._rows, :, : self.width]
+        return key[self._slots, :, : self.width], value[self._slots, :, : self.width]
 
     def gather(self, query: torch.Tensor) -> torch.Tensor:
-        """``[tokens, heads, 1, dim]`` of the forward to ``[rows, heads, size, dim]`` of this
+        """``[tokens, heads, 1, dim]`` of the forward to ``[slots, heads, size, dim]`` of this
         group."""
         part = query[self.tokens]
         if self.size == 1:
@@ -223,7 +223,7 @@ class Group:
         return padded.view(self._count, self.size, *part.shape[1::2]).transpose(1, 2)
 
     def scatter(self, output: torch.Tensor) -> torch.Tensor:
-        """``[rows, size, ...]`` of this group to ``[tokens, ...]`` of the forward."""
+        """``[slots, size, ...]`` of this group to ``[tokens, ...]`` of the forward."""
         flat = output.flatten(0, 1)
         if self._ragged is None:
             return flat
@@ -232,7 +232,7 @@ class Group:
     def mask(
         self, pattern: Pattern, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor | None:
-        """Additive ``[rows, 1, size, width]``; ``None`` where plain causal attention does the
+        """Additive ``[slots, 1, size, width]``; ``None`` where plain causal attention does the
         same."""
         key = (pattern, dtype, device)
         if key not in self._masks:
@@ -372,8 +372,8 @@ def _products(chunks: Chunks) -> list[list[Product]]:
 
 
 def _groups(sizes: Sequence[int], spare: int) -> list[slice]:
-    """Cut rows, of so many tokens each, where padding them together would waste more attention than
-    another call costs: half as many tokens as there are, and so many spare ones."""
+    """Cut slots, of so many tokens each, where padding them together would waste more attention
+    than another call costs: half as many tokens as there are, and so many spare ones."""
     groups: list[slice] = []
     first = longest = total = 0
     for at, size in enumerate(sizes) if len({*sizes}) > 1 else ():

@@ -101,7 +101,7 @@ class HFOptions:
         bitsandbytes_opts: Arguments of ``transformers.BitsAndBytesConfig``, for instance
             ``{"load_in_4bit": True}``.
         compile_opts: Arguments of ``torch.compile``, for instance ``{"dynamic": True}``; ``None``
-            compiles nothing. Attention and the row pool, whose shapes differ in every forward, are
+            compiles nothing. Attention and the slot pool, whose shapes differ in every forward, are
             left out of it. On CUDA, modes that capture CUDA graphs are refused.
         device: Where the model goes, as PyTorch spells it; ``None`` is CUDA where it is, else the
             CPU. Not with ``device_map``.

@@ -46,8 +46,8 @@ class Pattern:
 
 
 def layer_patterns(model: Any) -> list[Pattern] | None:
-    """The pattern of every layer of a model; ``None`` where one is unknown or has no key/value
-    rows."""
+    """The pattern of every layer of a model; ``None`` where one is unknown or keeps no
+    keys and values."""
     config = model.config.get_text_config(decoder=True)
     window = attention_window(model)
     chunk = getattr(config, "attention_chunk_size", None)

@@ -1,4 +1,4 @@
-"""The row pool: key/value state of many sequences, one row each, preallocated and written in
+"""The slot pool: key/value state of many sequences, one slot each, preallocated and written in
 place."""
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from genlm.hf.layout import Layout
 from genlm.hf.slabs import Part, Slab, States
 from genlm.hf.upload import Places, Upload
 
-#: All layers lie in about so many tensors. With fewer, rows are moved in fewer kernels; with more,
+#: All layers lie in about so many tensors. With fewer, slots are moved in fewer kernels; with more,
 #: less memory is taken twice while the pool grows.
 SLABS = 4
 
 
 class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types
-    """One layer of the pool: keys and values ``[rows, heads, columns, head_dim]``.
+    """One layer of the pool: keys and values ``[slots, heads, columns, head_dim]``.
 
     Sliding-window layers keep all columns too, so that any prefix can be forked: masks apply the
     window.
@@ -27,7 +27,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
 
     is_sliding = False
 
-    def __init__(self, pool: RowPool, index: int) -> None:
+    def __init__(self, pool: SlotPool, index: int) -> None:
         super().__init__()
         self._pool = pool
         self._index = index
@@ -57,24 +57,24 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
         return -1
 
 
-class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
+class SlotPool(Cache):  # type: ignore[misc]  # transformers ships no types
     """All layers of the pool, as transformers' models see a cache.
 
     Attributes:
-        rows, columns: The size of every layer.
-        bytes_per_column: Of one position of one row over all layers; 0 before the first forward.
-        layout: Which rows and columns the running forward reads and writes.
+        slots, columns: The size of every layer.
+        bytes_per_column: Of one position of one slot over all layers; 0 before the first forward.
+        layout: Which slots and columns the running forward reads and writes.
     """
 
     def __init__(self) -> None:
-        self.rows = 0
+        self.slots = 0
         self.columns = 0
         self.bytes_per_column = 0
         self.layout: Layout
         self._slabs: list[Slab] = []
         super().__init__(layers=[])
 
-    # Rows and columns differ in every forward: torch.compile would compile it again and again.
+    # Slots and columns differ in every forward: torch.compile would compile it again and again.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self,
@@ -111,7 +111,7 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
         # Zeros, not garbage: a masked column still takes part in the product with the values, and 0
         # * nan is nan.
         _, heads, _, dim = like.shape
-        return Slab(parts, like.new_zeros(len(parts), self.rows, heads, self.columns, dim))
+        return Slab(parts, like.new_zeros(len(parts), self.slots, heads, self.columns, dim))
 
     def _hold(self, slab: Slab) -> None:
         self._slabs.append(slab)
@@ -119,10 +119,10 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
             setattr(self.layers[layer], name, states)
 
     @torch.inference_mode()
-    def resize(self, rows: int, columns: int, kept: Sequence[int] = ()) -> None:
-        """Change the size; the rows ``kept`` become rows 0, 1, ... One slab after the other, so
+    def resize(self, slots: int, columns: int, kept: Sequence[int] = ()) -> None:
+        """Change the size; the slots ``kept`` become slots 0, 1, ... One slab after the other, so
         that memory peaks low."""
-        self.rows, self.columns = rows, columns
+        self.slots, self.columns = slots, columns
         moved = Places(kept, Upload())
         self._slabs = []
         for parts in self._alike():
@@ -153,37 +153,37 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
 
     @torch.inference_mode()
     def fork(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
-        """Copy the first ``columns`` columns of rows ``sources`` to rows ``targets``."""
+        """Copy the first ``columns`` columns of slots ``sources`` to slots ``targets``."""
         upload = Upload()
-        from_rows, to_rows = upload.add(sources), upload.add(targets)
+        from_slots, to_slots = upload.add(sources), upload.add(targets)
         for slab in self._slabs:
-            slab.fork(from_rows, to_rows, columns)
+            slab.fork(from_slots, to_slots, columns)
 
     @torch.inference_mode()
     def spread(self, source: States, slots: Sequence[int], size: int) -> None:
-        """Copy the first positions of a trunk to the front of rows."""
-        rows = Upload().add(slots)
+        """Copy the first positions of a trunk to the front of slots."""
+        indices = Upload().add(slots)
         for slab, states in zip(self._slabs, source.slabs, strict=True):
-            slab.spread(states, rows, size)
+            slab.spread(states, indices, size)
 
     @torch.inference_mode()
     def shift(self, slots: Sequence[int], by: int, columns: int) -> None:
-        """Move columns of rows from ``by`` on to their front."""
+        """Move columns of slots from ``by`` on to their front."""
         moved = Upload().add(slots)
         for slab in self._slabs:
             slab.shift(moved, by, columns)
 
     @torch.inference_mode()
     def blank(self, slot: int, first: int) -> None:
-        """Make a row zero from a column on."""
+        """Make a slot zero from a column on."""
         for slab in self._slabs:
             slab.states[:, slot, :, first:] = 0
 
     @torch.inference_mode()
     def new_trunk(self, size: int) -> States:
-        """Memory for ``size`` positions that belong to no row."""
+        """Memory for ``size`` positions that belong to no slot."""
         return States([slab.empty(size) for slab in self._slabs])
 
-    def row(self, slot: int) -> States:
-        """One row of every layer; what is written to it is written to the row."""
-        return States([Slab(slab.parts, slab.states[:, slot : slot + 1]) for slab in self._slabs])
+    def slot(self, index: int) -> States:
+        """One slot of every layer; what is written to it is written to the slot."""
+        return States([Slab(slab.parts, slab.states[:, index : index + 1]) for slab in self._slabs])

@@ -13,9 +13,9 @@ from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 from genlm.core.types import Adapter
 from genlm.hf.adapters import AdapterSet
-from genlm.hf.attention import ROW_ATTENTION, attention_of
+from genlm.hf.attention import SLOT_ATTENTION, attention_of
 from genlm.hf.patterns import layer_patterns, reuse_limit
-from genlm.hf.pool import RowPool
+from genlm.hf.pool import SlotPool
 from genlm.hf.positions import rope_scalings
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
@@ -62,9 +62,9 @@ IN_ROWS = (Reuse.SHARED, Reuse.PACKED, Reuse.UNIFORM)
 #: Those whose state is in snapshots.
 IN_SNAPSHOTS = (Reuse.SNAPSHOTS, Reuse.STEPWISE)
 
-#: Attention implementations that row attention computes the same as; the last one is that of a copy
-#: of a model that is open.
-REPLACEABLE = ("sdpa", "eager", ROW_ATTENTION)
+#: Attention implementations that slot attention computes the same as; the last one is that of a
+#: copy of a model that is open.
+REPLACEABLE = ("sdpa", "eager", SLOT_ATTENTION)
 
 
 @frozen
@@ -117,7 +117,7 @@ def choose_reuse(
     for reuse in Reuse:
         try:
             if reuse in (Reuse.SHARED, Reuse.PACKED):
-                _use_row_attention(model)
+                _use_slot_attention(model)
             why = _disagreement(runner, reuse, contexts, expected, tolerance)
         except Exception as error:
             # This model's code may raise anything for a cache or an attention it does not expect
@@ -155,7 +155,7 @@ def _disagreement(
     try:
         rows = _logprobs(WAYS[reuse](runner, contexts))
         if reuse in IN_ROWS and not runner.pool.layers:
-            raise ValueError("its state is not in the cache's rows")
+            raise ValueError("its state is not in the cache's slots")
     finally:
         runner.pool.resize(0, 0)
     distance = apart(rows, expected)
@@ -250,10 +250,10 @@ class Twins:
         """
         model, changed = self.model, {one.path: NEAR for one in near}
         twin = small_model(type(model), model.config, model.device, changed)
-        runner = Runner(twin, AdapterSet(twin), RowPool(), layer_patterns(twin))
+        runner = Runner(twin, AdapterSet(twin), SlotPool(), layer_patterns(twin))
         try:
             if reuse in (Reuse.SHARED, Reuse.PACKED):
-                _use_row_attention(twin)
+                _use_slot_attention(twin)
             for lengths in around:
                 contexts = _random_contexts(TOKENS - 4, lengths)
                 expected = _logprobs([runner.plain([context], [None]) for context in contexts])
@@ -339,7 +339,7 @@ def apart(rows: torch.Tensor, others: torch.Tensor) -> float:
     return float((rows - others).abs().masked_fill(same, 0.0).max())
 
 
-def _use_row_attention(model: Any) -> None:
+def _use_slot_attention(model: Any) -> None:
     if model.config._attn_implementation not in REPLACEABLE:
         raise ValueError(
             f"attention implementation {model.config._attn_implementation!r} has no rows"
@@ -347,7 +347,7 @@ def _use_row_attention(model: Any) -> None:
     # Asked first, since transformers would log a warning.
     if not getattr(model, "_supports_attention_backend", True):
         raise ValueError("its attention does not go through transformers' attention interface")
-    model.set_attn_implementation(ROW_ATTENTION)
+    model.set_attn_implementation(SLOT_ATTENTION)
 
 
 def _contexts(vocab_size: int, max_context: int | None, window: int | None) -> list[list[int]]:

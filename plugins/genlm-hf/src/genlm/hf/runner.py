@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from genlm.core.types import Adapter
 from genlm.hf.adapters import AdapterSet
-from genlm.hf.attention import LAYOUT_ARGUMENT, ROW_ATTENTION
+from genlm.hf.attention import LAYOUT_ARGUMENT, SLOT_ATTENTION
 from genlm.hf.cudnn import attention_kernels
 from genlm.hf.layout import Chunks, PackedLayout, UniformLayout
 from genlm.hf.patterns import Pattern
-from genlm.hf.pool import RowPool
+from genlm.hf.pool import SlotPool
 from genlm.hf.positions import DynamicRope
 from genlm.hf.upload import Indices, Upload
 
@@ -45,7 +45,7 @@ class Runner:
     """
 
     def __init__(
-        self, model: Any, adapters: AdapterSet, pool: RowPool, patterns: Sequence[Pattern] | None
+        self, model: Any, adapters: AdapterSet, pool: SlotPool, patterns: Sequence[Pattern] | None
     ) -> None:
         self._model = model
         self._config = model.config.get_text_config(decoder=True)
@@ -115,8 +115,8 @@ class Runner:
         """
         if self._patterns is None:
             raise ValueError("packed forwards need the layers' attention patterns")
-        if self._config._attn_implementation != ROW_ATTENTION:  # somebody has set another one
-            self._model.set_attn_implementation(ROW_ATTENTION)
+        if self._config._attn_implementation != SLOT_ATTENTION:  # somebody has set another one
+            self._model.set_attn_implementation(SLOT_ATTENTION)
         upload, device = Upload(), self.device
         layout = PackedLayout(chunks, self._patterns, upload, device)
         self.pool.layout = layout

@@ -9,7 +9,7 @@ import torch
 from genlm.hf.costs import costs_of
 from genlm.hf.upload import Indices
 
-#: Rows of so many layers at a time are copied that the copy takes no more bytes, if possible.
+#: Slots of so many layers at a time are copied that the copy takes no more bytes, if possible.
 COPIED_BYTES = 1 << 28
 
 #: A layer, and its ``keys`` or ``values``.
@@ -17,11 +17,11 @@ Part = tuple[int, str]
 
 
 class Slab:
-    """Keys or values of some layers in one tensor, so that one kernel moves the rows of all.
+    """Keys or values of some layers in one tensor, so that one kernel moves the slots of all.
 
     Args:
         parts: What is in it.
-        states: ``[parts, rows, heads, columns, head_dim]``.
+        states: ``[parts, slots, heads, columns, head_dim]``.
     """
 
     def __init__(self, parts: Sequence[Part], states: torch.Tensor) -> None:
@@ -29,9 +29,9 @@ class Slab:
         self.states = states
 
     def fork(self, sources: Indices, targets: Indices, columns: int) -> None:
-        """Copy the first ``columns`` columns of rows ``sources`` to rows ``targets``."""
+        """Copy the first ``columns`` columns of slots ``sources`` to slots ``targets``."""
         fronts, device = self.states[:, :, :, :columns], self.states.device
-        if costs_of(device).row_by_row:
+        if costs_of(device).slot_by_slot:
             for source, target in zip(sources.values, targets.values, strict=True):
                 fronts.select(1, target).copy_(fronts.select(1, source))
         else:
@@ -40,35 +40,35 @@ class Slab:
                 some.index_copy_(1, targets.on(device), forked)
 
     def spread(self, source: Slab, slots: Indices, size: int) -> None:
-        """Copy the first positions of a trunk to the front of rows."""
+        """Copy the first positions of a trunk to the front of slots."""
         fronts, front = self.states[:, :, :, :size], source.states[:, :, :, :size]
-        if costs_of(fronts.device).row_by_row:
+        if costs_of(fronts.device).slot_by_slot:
             for slot in slots.values:
                 fronts[:, slot : slot + 1] = front
         else:
             fronts[:, slots.on(fronts.device)] = front
 
     def shift(self, slots: Indices, by: int, columns: int) -> None:
-        """Move columns of rows from ``by`` on to their front."""
+        """Move columns of slots from ``by`` on to their front."""
         at = slots.on(self.states.device)
         for some in _pieces(self.states[:, :, :, : by + columns], len(slots.values)):
             some[:, at, :, :columns] = some[:, at, :, by:]  # indices copy
 
     def empty(self, size: int) -> Slab:
-        """Memory for ``size`` positions of one row of the same."""
+        """Memory for ``size`` positions of one slot of the same."""
         parts, _, heads, _, dim = self.states.shape
         return Slab(self.parts, self.states.new_empty(parts, 1, heads, size, dim))
 
 
-def _pieces(states: torch.Tensor, rows: int) -> Sequence[torch.Tensor]:
-    """Parts of a slab, so many at a time that a copy of some rows takes little memory."""
+def _pieces(states: torch.Tensor, slots: int) -> Sequence[torch.Tensor]:
+    """Parts of a slab, so many at a time that a copy of some slots takes little memory."""
     _, _, heads, columns, dim = states.shape
-    each = max(rows * heads * columns * dim * states.element_size(), 1)
+    each = max(slots * heads * columns * dim * states.element_size(), 1)
     return torch.split(states, max(COPIED_BYTES // each, 1))
 
 
 class States(list[tuple[torch.Tensor, torch.Tensor]]):
-    """Keys and values of every layer, ``[rows, heads, columns, head_dim]`` each.
+    """Keys and values of every layer, ``[slots, heads, columns, head_dim]`` each.
 
     Args:
         slabs: Where they lie.

@@ -1,4 +1,4 @@
-"""The ways to compute sequences: with key/value state in rows and trunks, or in snapshots, or
+"""The ways to compute sequences: with key/value state in slots and trunks, or in snapshots, or
 without any."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Together, Worth
 from genlm.kit.memory import is_out_of_memory
-from genlm.kit.segments import Row, Segment
+from genlm.kit.segments import Segment, Slot
 
 #: A sequence, and where it is computed.
 Placed = Placement[TokenSequence]
@@ -57,7 +57,7 @@ class Result:
 
 @frozen(eq=False)
 class Computed:
-    """What forwards have written into assigned rows and trunks, whether or not it is numbers.
+    """What forwards have written into assigned slots and trunks, whether or not it is numbers.
 
     Attributes:
         placed: What they computed.
@@ -165,8 +165,8 @@ class Strategy:
 
 
 @define(eq=False)
-class InRows(Strategy):
-    """With state in rows and trunks; how forwards are made is left to the two below.
+class InSlots(Strategy):
+    """With state in slots and trunks; how forwards are made is left to the two below.
 
     State with nan must not be kept: what shares a prefix would start from it, and a masked column
     still takes part in the products. Whether there is any is looked at before the state is used,
@@ -246,7 +246,7 @@ class InRows(Strategy):
 
 
 @define(eq=False)
-class Packed(InRows):
+class Packed(InSlots):
     """Any chunks of any sequences in one forward."""
 
     def forwards(self, placed: Sequence[Placed]) -> Iterator[Result]:
@@ -262,7 +262,7 @@ class Packed(InRows):
 
 
 @define(eq=False)
-class Uniform(InRows):
+class Uniform(InSlots):
     """Sequences that begin and end together in one forward."""
 
     def forwards(self, placed: Sequence[Placed]) -> Iterator[Result]:
@@ -311,9 +311,9 @@ def _forward(run: Forward, parts: Iterable[Part]) -> Result:
 
 
 def _place(piece: tuple[Placed, TokenSequence, Segment, int, int]) -> int:
-    """Rows by slot, so that neighbours are read without a copy; then trunks."""
+    """Slots by index, so that neighbours are read without a copy; then trunks."""
     segment = piece[2]
-    return segment.slot if isinstance(segment, Row) else sys.maxsize
+    return segment.index if isinstance(segment, Slot) else sys.maxsize
 
 
 @define(eq=False)

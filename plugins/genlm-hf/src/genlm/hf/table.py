@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from genlm.hf.pool import RowPool
+from genlm.hf.pool import SlotPool
 from genlm.hf.slabs import States
 from genlm.kit.kv.commands import (
     Blank,
@@ -16,18 +16,18 @@ from genlm.kit.kv.commands import (
     Resize,
     Shift,
 )
-from genlm.kit.segments import Row, Segment, Trunk
+from genlm.kit.segments import Segment, Slot, Trunk
 
 
 class PoolTable:
-    """A pool of rows and the trunks beside it, as :class:`~genlm.kit.kv.commands.Table`.
+    """A pool of slots and the trunks beside it, as :class:`~genlm.kit.kv.commands.Table`.
 
     Args:
         pool: The tensors.
         budget: The most bytes that they may take.
     """
 
-    def __init__(self, pool: RowPool, budget: int) -> None:
+    def __init__(self, pool: SlotPool, budget: int) -> None:
         self._pool = pool
         self._budget = budget
 
@@ -40,27 +40,29 @@ class PoolTable:
         """Raises: torch.OutOfMemoryError: the device's memory is full."""
         pool = self._pool
         match command:
-            case Resize(rows, columns, kept):
-                pool.resize(rows, columns, kept)
+            case Resize(slots, columns, kept):
+                pool.resize(slots, columns, kept)
             case NewTrunk(trunk):
                 trunk.layers = pool.new_trunk(trunk.size)
             case Copy(source, (Trunk() as trunk,), size):
                 self._states(trunk).copy_front(self._states(source), size)
-            case Copy(trunk, rows, size):
-                slots = [row.slot for row in rows if isinstance(row, Row)]
-                pool.spread(self._states(trunk), slots, size)
+            case Copy(trunk, slots, size):
+                indices = [slot.index for slot in slots if isinstance(slot, Slot)]
+                pool.spread(self._states(trunk), indices, size)
             case Fork(sources, targets, columns):
-                pool.fork([row.slot for row in sources], [row.slot for row in targets], columns)
-            case Shift(rows, by, columns):
-                pool.shift([row.slot for row in rows], by, columns)
+                pool.fork(
+                    [slot.index for slot in sources], [slot.index for slot in targets], columns
+                )
+            case Shift(slots, by, columns):
+                pool.shift([slot.index for slot in slots], by, columns)
             case Join(trunk, below, size):
                 trunk.layers = self._states(trunk).joined(self._states(below), size)
-            case Blank(row, first):
-                pool.blank(row.slot, first)
+            case Blank(slot, first):
+                pool.blank(slot.index, first)
 
     def _states(self, segment: Segment) -> States:
-        if isinstance(segment, Row):
-            return self._pool.row(segment.slot)
+        if isinstance(segment, Slot):
+            return self._pool.slot(segment.index)
         assert isinstance(segment, Trunk)
         assert isinstance(segment.layers, States)
         return segment.layers

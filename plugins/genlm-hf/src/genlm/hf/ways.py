@@ -15,35 +15,35 @@ from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Snapshot, joined
 from genlm.kit.prefixes import key_of
-from genlm.kit.segments import Row, Trunk
+from genlm.kit.segments import Slot, Trunk
 
 
-def _row(slot: int, parent: Trunk | None = None, start: int = 0) -> Row:
-    return Row(Context((0,)), 0, start, parent, slot=slot)
+def _slot(index: int, parent: Trunk | None = None, start: int = 0) -> Slot:
+    return Slot(Context((0,)), 0, start, parent, index=index)
 
 
 def _shared(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """The first context in a row, the second through two trunks to a row of its own, beside a third
-    one that leaves the first trunk earlier. The first trunk is copied from a row."""
+    """The first context in a slot, the second through two trunks to a slot of its own, beside a
+    third one that leaves the first trunk earlier. The first trunk is copied from a slot."""
     short, long = contexts
     half, first, second = len(short) // 2, len(long) // 3, len(long) - 2
     runner.pool.resize(3, len(long))
-    rows: list[Row] = [_row(0), _row(1)]
+    slots: list[Slot] = [_slot(0), _slot(1)]
     none: list[Adapter | None] = [None, None, None]
     # Only after a forward does the pool know the shape of a trunk.
-    chunks = Chunks([(rows[0], 0, half), (rows[1], 0, first)])
+    chunks = Chunks([(slots[0], 0, half), (slots[1], 0, first)])
     runner.packed(chunks, [*short[:half], *long[:first]], none[:2], [0])
     copied = runner.pool.new_trunk(first)
-    copied.copy_front(runner.pool.row(1), first)
+    copied.copy_front(runner.pool.slot(1), first)
     below = Trunk(as_context(long[:first]), layers=copied)
     above = Trunk(
         as_context(long[:second]), 0, first, below, layers=runner.pool.new_trunk(second - first)
     )
-    rows[1:] = [_row(1, below, first - 1), _row(2, above, second)]
-    chunks = Chunks([(rows[1], first - 1, first + 1), (above, first, second)])
+    slots[1:] = [_slot(1, below, first - 1), _slot(2, above, second)]
+    chunks = Chunks([(slots[1], first - 1, first + 1), (above, first, second)])
     runner.packed(chunks, [*short[:2], *long[first:second]], none[:2], [0])
-    ends = [(rows[1], first + 1, first + 2), (rows[2], second, len(long))]
-    chunks = Chunks([(rows[0], half, len(short)), *ends])
+    ends = [(slots[1], first + 1, first + 2), (slots[2], second, len(long))]
+    chunks = Chunks([(slots[0], half, len(short)), *ends])
     tokens = [*short[half:], short[0], *long[second:]]
     return [runner.packed(chunks, tokens, none, [len(short) - half - 1, len(tokens) - 1])]
 
@@ -53,11 +53,11 @@ def _packed(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Ten
     short, long = contexts
     cut_short, cut_long = len(short) // 2, len(long) - 1
     runner.pool.resize(3, len(long))
-    rows = [_row(slot) for slot in range(3)]
-    first = Chunks([(rows[0], 0, cut_short), (rows[2], 0, cut_long)])
+    slots = [_slot(index) for index in range(3)]
+    first = Chunks([(slots[0], 0, cut_short), (slots[2], 0, cut_long)])
     runner.packed(first, [*short[:cut_short], *long[:cut_long]], [None, None], [0])
     runner.pool.fork([0], [1], cut_short)
-    second = Chunks([(rows[1], cut_short, len(short)), (rows[2], cut_long, len(long))])
+    second = Chunks([(slots[1], cut_short, len(short)), (slots[2], cut_long, len(long))])
     return [
         runner.packed(
             second,
@@ -74,11 +74,11 @@ def _uniform(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Te
     for context in contexts:
         runner.pool.resize(2, len(context))
         cut, last = len(context) // 2, len(context) - 1
-        runner.uniform(Chunks([(_row(0), 0, cut)]), context[:cut], [None], [0])
+        runner.uniform(Chunks([(_slot(0), 0, cut)]), context[:cut], [None], [0])
         runner.pool.fork([0], [1], cut)
         for start, stop in ((cut, last), (last, last + 1)):
             if start < stop:
-                chunks = Chunks((_row(slot), start, stop) for slot in (0, 1))
+                chunks = Chunks((_slot(index), start, stop) for index in (0, 1))
                 tokens = [*context[start:stop]] * 2
                 logits = runner.uniform(chunks, tokens, [None, None], [2 * (stop - start) - 1])
         rows.append(logits)

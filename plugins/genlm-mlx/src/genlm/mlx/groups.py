@@ -21,12 +21,12 @@ FAR_BELOW = -1e30
 
 @frozen(eq=False)
 class Part:
-    """Positions that tokens of a group attend to: in rows of the table, or in a trunk. The tokens
-    lie in a grid: a line for each row, padded to the same number.
+    """Positions that tokens of a group attend to: in slots of the table, or in a trunk. The tokens
+    lie in a grid: a line for each slot, padded to the same number.
 
     Attributes:
         trunk: The trunk; ``None`` is the table.
-        rows: The rows that are read, one for each line: a slice, or an array of them.
+        slots: The slots that are read, one for each line: a slice, or an array of them.
         columns: How many columns are read.
         last: The last column that each place of the grid may read, ``[lines, width]``.
         tokens: The token of the group at each place; ``None`` if they are the same.
@@ -34,7 +34,7 @@ class Part:
     """
 
     trunk: Trunk | None
-    rows: slice | mx.array
+    slots: slice | mx.array
     columns: int
     last: np.ndarray
     tokens: mx.array | None
@@ -90,7 +90,7 @@ class Part:
     def _read(self, table: LayerState, layer: int, window: int | None) -> LayerState:
         keys, values = self.state(table, layer)
         some = slice(self.first(window), self.columns)
-        return keys[:, :, some][self.rows], values[:, :, some][self.rows]
+        return keys[:, :, some][self.slots], values[:, :, some][self.slots]
 
     def _placed(self, tokens: mx.array) -> mx.array:
         return tokens if self.tokens is None else tokens[self.tokens]
@@ -119,14 +119,14 @@ class Part:
 
 @frozen(eq=False)
 class Group:
-    """New tokens of a trunk, or of rows of the table, whose attention is computed together.
+    """New tokens of a trunk, or of slots of the table, whose attention is computed together.
 
     Attributes:
         tokens: Which tokens of the forward pass.
         positions: The position of each.
-        into: The rows and columns that they are written into: a rectangle if both are slices, else
-            a row and a column for every token.
-        own: The positions of the rows, or of the trunk.
+        into: The slots and columns that they are written into: a rectangle if both are slices, else
+            a slot and a column for every token.
+        own: The positions of the slots, or of the trunk.
         below: Those of the trunks that some of them stand on.
     """
 
@@ -138,15 +138,15 @@ class Group:
 
     @classmethod
     def of(
-        cls, start: int, chunks: Sequence[Chunk], widths: np.ndarray, slots: np.ndarray
+        cls, start: int, chunks: Sequence[Chunk], widths: np.ndarray, indices: np.ndarray
     ) -> Group:
-        """The chunk of a trunk, or those of rows in the order of their slots.
+        """The chunk of a trunk, or those of slots in the order of the table.
 
         Args:
             start: The place of the first token in the forward pass.
             chunks: The chunks.
             widths: How many tokens each has.
-            slots: The row of each, in the table or in the trunk, which has one.
+            indices: The slot of each, in the table or in the trunk, which has one.
         """
         segment = chunks[0].segment
         # Of each token: its chunk, its place in that, its position and its column.
@@ -154,15 +154,15 @@ class Group:
         nth = np.arange(len(owner)) - np.repeat(np.cumsum(widths) - widths, widths)
         positions = nth + np.repeat([chunk.start for chunk in chunks], widths)
         column = positions - np.repeat([chunk.segment.start for chunk in chunks], widths)
-        first, width, columns = int(slots[0]), int(widths.max()), int(column.max()) + 1
-        span = int(slots[-1]) - first + 1
-        rows: slice | mx.array = slice(first, first + span)
-        into: tuple[Any, Any] = rows, slice(columns - width, columns)
+        first, width, columns = int(indices[0]), int(widths.max()), int(column.max()) + 1
+        span = int(indices[-1]) - first + 1
+        slots: slice | mx.array = slice(first, first + span)
+        into: tuple[Any, Any] = slots, slice(columns - width, columns)
         if span * width != len(owner) or np.ptp(column[nth == 0]):
-            into = mx.array(slots[owner], mx.int32), mx.array(column, mx.int32)
-        lines = slots - first
-        if span > 2 * len(slots):  # with few other rows between the wanted ones, all are read
-            lines, rows = np.arange(len(slots)), mx.array(slots, mx.int32)
+            into = mx.array(indices[owner], mx.int32), mx.array(column, mx.int32)
+        lines = indices - first
+        if span > 2 * len(indices):  # with few other slots between the wanted ones, all are read
+            lines, slots = np.arange(len(indices)), mx.array(indices, mx.int32)
         size = (int(lines[-1]) + 1) * width
         places = lines[owner] * width + nth
         tokens, last = np.zeros(size, np.int32), np.full(size, columns - 1)
@@ -170,7 +170,7 @@ class Group:
         full = size == len(owner)
         own = Part(
             trunk=segment if isinstance(segment, Trunk) else None,
-            rows=rows,
+            slots=slots,
             columns=columns,
             last=last.reshape(-1, width),
             tokens=None if full else mx.array(tokens),
@@ -181,13 +181,13 @@ class Group:
 
     def write(self, table: LayerState, layer: int, new: LayerState) -> None:
         """Put the tokens' new keys and values, out of those of all tokens, into their places."""
-        rows, columns = self.into
+        slots, columns = self.into
         for state, more in zip(self.own.state(table, layer), new, strict=True):
             mine = more[self.tokens, :, 0]
             if isinstance(columns, slice):
                 lines = mine.reshape(-1, self.own.last.shape[1], *mine.shape[1:])
                 mine = lines.swapaxes(1, 2)
-            state[rows, :, columns] = mine
+            state[slots, :, columns] = mine
 
     def attend(
         self,

@@ -1,6 +1,6 @@
 """The layout of one forward pass: where each token's keys and values go, and what it attends to.
 
-For the model each token is its own row, so nothing is padded outside attention.
+For the model each token is a sequence of its own, so nothing is padded outside attention.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from itertools import pairwise
 import numpy as np
 
 import mlx.core as mx
-from genlm.kit.segments import Row
+from genlm.kit.segments import Slot
 from genlm.mlx.chunk import Chunk, LayerState
 from genlm.mlx.groups import Group
 
-#: Rows with up to this many new tokens are attended together, each padded to the longest.
+#: Slots with up to this many new tokens are attended together, each padded to the longest.
 FEW = 8
 
 
 class Layout:
-    """Chunks of trunks and rows, in one forward pass; at most one of each segment.
+    """Chunks of trunks and slots, in one forward pass; at most one of each segment.
 
     Attributes:
-        tokens: The tokens: those of trunks first, each trunk by itself; then those of rows, grouped
-            by about the same number of new ones, in the order of the table.
+        tokens: The tokens: those of trunks first, each trunk by itself; then those of slots,
+            grouped by about the same number of new ones, in the order of the table.
         versions: The version of each token's adapter.
         offsets: The position of each token.
         last: The place of each chunk's last token.
@@ -34,13 +34,13 @@ class Layout:
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         widths = np.array([len(chunk.tokens) for chunk in chunks])
         segments = [chunk.segment for chunk in chunks]
-        slots = np.array([one.slot if isinstance(one, Row) else -1 for one in segments])
+        indices = np.array([one.index if isinstance(one, Slot) else -1 for one in segments])
         kinds = np.where(
-            slots < 0, -1 - np.arange(len(chunks)), np.ceil(np.log2(np.maximum(widths, FEW)))
+            indices < 0, -1 - np.arange(len(chunks)), np.ceil(np.log2(np.maximum(widths, FEW)))
         )
-        order = np.lexsort((slots, kinds))
+        order = np.lexsort((indices, kinds))
         chunks = [chunks[at] for at in order.tolist()]
-        widths, slots, kinds = widths[order], np.maximum(slots[order], 0), kinds[order]
+        widths, indices, kinds = widths[order], np.maximum(indices[order], 0), kinds[order]
         bounds = [0, *(1 + np.flatnonzero(np.diff(kinds))).tolist(), len(chunks)]
         ends = np.cumsum(widths)
         self.last = np.empty_like(ends)
@@ -48,7 +48,7 @@ class Layout:
         self.tokens = [token for chunk in chunks for token in chunk.tokens]
         self.versions = np.repeat([chunk.version for chunk in chunks], widths)
         self._groups = [
-            Group.of(int(ends[at] - widths[at]), chunks[at:to], widths[at:to], slots[at:to])
+            Group.of(int(ends[at] - widths[at]), chunks[at:to], widths[at:to], indices[at:to])
             for at, to in pairwise(bounds)
         ]
         self.trunks = [group.own.trunk for group in self._groups if group.own.trunk is not None]

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import RotatingKVCache
 import mlx.core as mx
 from genlm.core import Query
 from genlm.kit.kv import Placement, Planner, TokenSequence, Worth
-from genlm.kit.segments import Row
+from genlm.kit.segments import Slot
 from genlm.mlx.chunk import Chunk
 from genlm.mlx.layout import Layout
 from genlm.mlx.runner import LEAST_READ, WITH_LOGITS, Cache, Runner, in_order, ordered
@@ -124,7 +124,7 @@ class Store:
         tree = self.planner.tree
         ends = {one.end for one in batch}
         return sum(
-            tree.columns if isinstance(one, Row) else one.size for one in tree.with_paths(ends)
+            tree.columns if isinstance(one, Slot) else one.size for one in tree.with_paths(ends)
         )
 
     def _compute(self, batch: Sequence[Placement[TokenSequence]]) -> tuple[list[int], mx.array]:

@@ -1,4 +1,4 @@
-"""The table: the state of many contexts' tails, one row each, written in place, and of trunks."""
+"""The table: the state of many contexts' tails, one slot each, written in place, and of trunks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import mlx.core as mx
 from genlm.kit.kv import commands
-from genlm.kit.segments import Row, Segment, Trunk
+from genlm.kit.segments import Segment, Slot, Trunk
 from genlm.mlx.aside import Aside
 from genlm.mlx.chunk import LayerState
 from genlm.mlx.layout import Layout
 from genlm.mlx.runner import Runner
 from genlm.mlx.windows import windows_of
 
-#: If less than one in this many rows is a fork, each fork is copied alone. Else the whole table is
-#: copied at once, which costs less per row in MLX, because no row has to be cut out.
+#: If less than one in this many slots is a fork, each fork is copied alone. Else the whole table is
+#: copied at once, which costs less per slot in MLX, because no slot has to be cut out.
 FEW_FORKS = 6
 
 #: The limit stays while the next one is lower by no more than one in this many.
@@ -26,7 +26,7 @@ class TableLayer:
     """One layer, in the form of a cache of mlx-lm: keys and values ``[slots, heads, columns,
     dim]``.
 
-    Each token of a forward pass comes as its own row.
+    Each token of a forward pass comes as a sequence of its own.
 
     Attributes:
         index: Its number.
@@ -72,7 +72,7 @@ class TableLayer:
 
 
 class Table:
-    """Rows of all layers, and trunks, as a :class:`~genlm.kit.kv.commands.Table`: it moves
+    """Slots of all layers, and trunks, as a :class:`~genlm.kit.kv.commands.Table`: it moves
     what the planner wants moved.
 
     Args:
@@ -124,9 +124,9 @@ class Table:
     def do(self, command: commands.Command) -> None:
         """Work on one layer at a time, to keep the peak of memory low."""
         match command:
-            case commands.Resize(rows, columns, kept):
-                self._resize(rows, columns, kept)
-                if not rows:
+            case commands.Resize(slots, columns, kept):
+                self._resize(slots, columns, kept)
+                if not slots:
                     self._aside.clear()
                     self._limit = 0
             case commands.NewTrunk(trunk):
@@ -137,17 +137,19 @@ class Table:
             case commands.Copy(source, targets, size):
                 self._copy(source, targets, size)
             case commands.Fork(sources, targets, columns):
-                self._fork([row.slot for row in sources], [row.slot for row in targets], columns)
-            case commands.Shift(rows, by, columns):
-                slots = [row.slot for row in rows]
-                self._move(slots, slots, by, columns)
+                self._fork(
+                    [slot.index for slot in sources], [slot.index for slot in targets], columns
+                )
+            case commands.Shift(slots, by, columns):
+                indices = [slot.index for slot in slots]
+                self._move(indices, indices, by, columns)
             case commands.Join(trunk, below, size):
                 front = [[state[:, :, :size] for state in layer] for layer in below.layers]
                 trunk.layers = _joined([front, trunk.layers])
-            case commands.Blank(row, first):
+            case commands.Blank(slot, first):
                 for layer in self.layers:
                     for state in layer.state:
-                        state[row.slot : row.slot + 1, :, first:] = 0
+                        state[slot.index : slot.index + 1, :, first:] = 0
                     mx.eval(layer.state)
 
     def read(self, end: Segment, stop: int) -> list[LayerState]:
@@ -161,8 +163,8 @@ class Table:
 
     def _front(self, segment: Segment, layer: TableLayer, size: int) -> LayerState:
         """A copy of the first positions of a segment."""
-        states, slot = _place(segment, layer)
-        taken = mx.array([slot], mx.int32)  # a slice would be a view, and keep the whole table
+        states, index = _place(segment, layer)
+        taken = mx.array([index], mx.int32)  # a slice would be a view, and keep the whole table
         keys, values = (state[:, :, :size][taken] for state in states)
         mx.eval(keys, values)
         return keys, values
@@ -170,9 +172,9 @@ class Table:
     def _copy(self, source: Segment, targets: Sequence[Segment], size: int) -> None:
         for layer in self.layers:
             fronts = self._front(source, layer, size)
-            for states, slot in (_place(target, layer) for target in targets):
+            for states, index in (_place(target, layer) for target in targets):
                 for state, front in zip(states, fronts, strict=True):
-                    state[slot : slot + 1, :, :size] = front
+                    state[index : index + 1, :, :size] = front
                 mx.eval(states)
 
     def _resize(self, slots: int, columns: int, kept: Sequence[int]) -> None:
@@ -199,7 +201,7 @@ class Table:
     def _move(
         self, sources: Sequence[int], targets: Sequence[int], start: int, columns: int
     ) -> None:
-        """Copy columns from ``start`` on to the front of rows."""
+        """Copy columns from ``start`` on to the front of slots."""
         taken = mx.array(sources, mx.int32)
         for layer in self.layers:
             for state in layer.state:
@@ -213,9 +215,9 @@ class Table:
 
 
 def _place(segment: Segment, layer: TableLayer) -> tuple[LayerState, int]:
-    """Where a layer's state of a segment is, and in which row of it."""
-    if isinstance(segment, Row):
-        return layer.state, segment.slot
+    """Where a layer's state of a segment is, and in which slot of it."""
+    if isinstance(segment, Slot):
+        return layer.state, segment.index
     assert isinstance(segment, Trunk)
     return segment.layers[layer.index], 0
 
