@@ -613,6 +613,20 @@ def test_what_is_inside_of_another_costs_a_step_nothing(least: int) -> None:
     assert together.leader(Wanted([*text[:18], 99]), 4) == (None, 4), "no key is made of that"
 
 
+def test_slot_that_gave_way_to_an_equal_trunk_is_not_split_again() -> None:
+    """Several parts are split at once. The trunk of one part was equal to a slot of another part,
+    and took its place; the dropped slot was then split all the same, and its trunk kept a child
+    that nothing could evict."""
+    kept = Kept(budget=150)
+    ask(kept, [0, 0, 1])
+    ask(kept, [0], [0, 0, 1, 1])
+    ask(kept, [0, 0, 1, 1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 1, 1])
+    kept.tree.check_integrity()
+    ask(kept, *([token] * 9 for token in range(2, 18)))  # as much as there is room for
+    kept.drop_unpinned()
+    assert kept.tree.positions == 0
+
+
 @pytest.mark.parametrize("call", ["place", "pin"])
 def test_what_a_later_call_has_given_up_cannot_be_committed(call: str) -> None:
     kept = Kept(budget=1000)

@@ -75,11 +75,10 @@ class Trunks:
         if self._too_late(len(new), columns, parts) and self._share(needs, self._tight):
             return True
         for slot, cut in parts:
-            changed |= self.split([slot], cut, protected)
+            changed |= self._are_kept([slot]) and self.split([slot], cut, protected)
         fresh = [(each.sequence.length - each.cut, each) for each in new if each.needs_slot]
         for long in self.too_long(needs.columns, fresh):
-            # This one may have been dropped to make room for the one before.
-            if isinstance(long, Slot) and long in self._tree.kept:
+            if isinstance(long, Slot) and self._are_kept([long]):
                 changed |= self.split([long], long.stop, protected)
         return changed
 
@@ -158,10 +157,18 @@ class Trunks:
         chosen, done = self._worth_splitting(needs, worth), False
         protected = needs.protected.union(*(slots for slots, _ in chosen))
         for slots, cut in chosen:
+            if not self._are_kept(slots):
+                continue  # what the others have in common is found anew
             if not self.split(slots, cut, protected):
                 break
             done = True
         return done
+
+    def _are_kept(self, slots: Iterable[Slot]) -> bool:
+        """Whether slots that were chosen are all still there. The split of an earlier choice may
+        have dropped one: to make room, or because the new trunk is equal to it and takes its place,
+        although it stands elsewhere in the tree."""
+        return all(slot in self._tree.slots for slot in slots)
 
     def _enough_new(self, needs: Needs) -> bool:
         """Count the new slots of a table that would grow. Where the budget is spent that is every
