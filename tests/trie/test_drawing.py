@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -42,6 +44,19 @@ def test_a_large_trie_is_drawn_where_it_is_heaviest(trie):
         ("0.75", "'t'"),
         ("0.75", "'th'  (1 more below)"),
     ]
+
+
+def test_the_cost_of_a_drawing_is_that_of_the_nodes_it_draws():
+    """For a vocabulary, dictionaries of all nodes took more than a second."""
+    words = [number.to_bytes(2, "big") for number in range(1 << 16)]
+    trie = TokenCharacterTrie(words)
+    weights = trie.weight_sum(np.arange(len(words)) / len(words))
+    tracemalloc.start()
+    drawing = trie.draw(weights, max_nodes=3)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert drawing.splitlines()[0].endswith("''  (254 more below)")
+    assert peak < 8 * len(words)  # not even a pointer for each item
 
 
 def test_without_weights_items_are_counted_and_log_weights_can_be_drawn(trie):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.core.trie.nodes import Ints, Nodes
-from genlm.core.trie.plan import Plan
+from genlm.core.trie.pairing import Pairing
 from genlm.core.trie.weights import FloatArray, Operation, ResultType, check_shape, to_array
 
 # How ``take`` treats indices out of range. There are none, and this mode is the fastest.
@@ -34,8 +34,7 @@ class CpuKernel:
     precision = "float64"
 
     def __init__(self, order: Ints, nodes: Nodes) -> None:
-        # A round of fewer takes as long as an empty one.
-        self.plan = Plan.of(order, nodes, fewest=100)
+        self.plan = Pairing.of(order, nodes)
         self._results = Recycler()
 
     def _rows(self, ws: Any, batch: bool) -> list[FloatArray]:
@@ -83,7 +82,7 @@ class CpuKernel:
         work = np.empty(self.plan.width)
         for row, answer in left:
             self._combine(operation, row, work)
-            answer[nodes:] = row
+            answer[nodes:] = work[: self.plan.items]
             work.astype(answer.dtype, copy=False).take(
                 self.plan.place, out=answer[:nodes], mode=_UNCHECKED
             )
@@ -91,20 +90,16 @@ class CpuKernel:
     def _combine(
         self, operation: Operation, row: FloatArray, work: npt.NDArray[np.float64]
     ) -> None:
-        """Fill the work row, as :mod:`genlm.core.trie.plan` describes."""
+        """Fill the work row, as :mod:`genlm.core.trie.pairing` describes."""
         plan, combine = self.plan, operation.of(np)
-        work[: plan.items] = row.take(plan.order, mode=_UNCHECKED)
-        work[-1] = operation.identity
-        for left, right, results in plan.levels:
-            combine(work[left], work[right], out=work[results])
-        first, *rounds = plan.rounds
-        work.take(first, out=work[plan.results(first)], mode=_UNCHECKED)
-        for blocks in rounds:
-            so_far = work[plan.results(blocks)]
-            combine(so_far, work.take(blocks, mode=_UNCHECKED), out=so_far)
-        so_far = work[plan.results(plan.rest)]
-        rest = combine.reduce(work.take(plan.rest, mode=_UNCHECKED), axis=1)
-        combine(so_far, rest, out=so_far)
+        work[: plan.items] = row
+        first = slice(plan.items, plan.items + len(plan.first))
+        work[: plan.items].take(plan.first, out=work[first], mode=_UNCHECKED)
+        for step in plan.rounds:
+            others = work.take(step.other, mode=_UNCHECKED)
+            combine(work[step.new], others, out=work[step.results])
+        values = work.take(plan.rest.values, mode=_UNCHECKED)
+        combine.reduceat(values, plan.rest.starts, out=work[plan.rest.results])
 
     @property
     def _cores(self) -> int:

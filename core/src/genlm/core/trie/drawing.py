@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from genlm.core.checks import integer
@@ -11,43 +11,44 @@ from genlm.core.trie.weights import FloatArray
 
 
 def draw(
-    children: Sequence[Mapping[Hashable, int]],
-    prefixes: Mapping[int, Sequence[Hashable]],
-    leaves: Container[int],
+    edges: Callable[[int], Sequence[tuple[Any, int]]],
+    first_leaf: int,
     weights: FloatArray,
     max_nodes: int,
 ) -> str:
     """The heaviest part of a trie: from the root, node 0, always the heaviest node in reach.
 
     Args:
-        children: The edges of each node.
-        prefixes: The symbols that lead to each node.
-        leaves: Which nodes are leaves.
-        weights: ``[len(children)]`` Weights by node.
+        edges: Gives the edges of a node: the symbol and the node that it leads to, or ``(None,
+            position)`` and the leaf of an item.
+        first_leaf: The first leaf: nodes from here on have no edges.
+        weights: Weights by node.
         max_nodes: The most nodes.
 
     Raises:
         InvalidOptionError: ``max_nodes`` is not an integer of at least 1.
     """
     max_nodes = integer("max_nodes", max_nodes, least=1)
-    drawn: set[int] = set()
+    drawn: dict[int, Sequence[tuple[Any, int]]] = {}  # with the edges of each
     reach = [(0.0, 0)]
     while reach and len(drawn) < max_nodes:
         _, node = heapq.heappop(reach)
-        drawn.add(node)
-        for child in children[node].values():
+        drawn[node] = edges(node)
+        for _, child in drawn[node]:
             heapq.heappush(reach, (-float(weights[child]), child))
     lines = []
-    left: list[tuple[int, int, Any]] = [(0, 0, None)]
+    left: list[tuple[int, tuple[Any, ...], str]] = [(0, (), repr(""))]
     while left:
-        node, depth, edge = left.pop()
-        label = f"item {edge[1]}" if node in leaves else repr(read(prefixes[node]))
-        below = [(child, depth + 1, edge) for edge, child in children[node].items()]
-        shown = [child for child in below if child[0] in drawn]
-        shown.sort(key=lambda child: (weights[child[0]], -child[0]))
+        node, prefix, label = left.pop()
+        below = drawn[node]
+        shown = [edge for edge in below if edge[1] in drawn]
+        shown.sort(key=lambda edge: (weights[edge[1]], -edge[1]))
         more = f"  ({len(below) - len(shown)} more below)" * (len(shown) < len(below))
-        lines.append(f"{weights[node]:10.4g}  {'  ' * depth}{label}{more}")
-        left += shown
+        lines.append(f"{weights[node]:10.4g}  {'  ' * len(prefix)}{label}{more}")
+        for edge, child in shown:
+            longer = (*prefix, edge)
+            label = f"item {edge[1]}" if child >= first_leaf else repr(read(longer))
+            left.append((child, longer, label))
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""How to sum or maximise over the items below every node, in a few dozen array operations.
+"""How a device sums or maximises over the items below every node, in a few dozen operations.
 
 Differences of prefix sums would take one operation, but cancellation destroys small masses.
 Instead, a binary tree is made over the weights in sorted order: neighbours are combined two by two,

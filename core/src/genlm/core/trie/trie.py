@@ -372,7 +372,17 @@ class TokenCharacterTrie:
                 f"ws has the shape {list(weights.shape)}, but the trie has {len(self)} nodes: give "
                 "weights by node, such as weight_sum() returns"
             )
-        return draw(self.children, self.node2prefix, self.leaf2word, weights, max_nodes)
+        return draw(self._edges_of, self.nodes.size, weights, max_nodes)
+
+    def _edges_of(self, node: int) -> list[tuple[Any, int]]:
+        """The edges of a node, as in :attr:`children`, without making those of all nodes."""
+        if node >= self.nodes.size:
+            return []
+        below = self.nodes.children(node)
+        symbols = map(self._items.alphabet.__getitem__, self.nodes.symbol[below].tolist())
+        ending = self.positions_under(node)[: self.nodes.ending(node)].tolist()
+        leaves = [((None, position), self.nodes.size + position) for position in ending]
+        return [*zip(symbols, range(below.start, below.stop), strict=True), *leaves]
 
 
 class ParallelTokenCharacterTrie(TokenCharacterTrie):
