@@ -11,7 +11,8 @@ import asyncio
 import math
 
 from genlm.core import AsyncLM, load_model_by_name
-from genlm.core.trie import TokenCharacterTrie, next_bytes_logprob
+from genlm.core.next_bytes import next_bytes_logprob
+from genlm.core.trie import TokenCharacterTrie
 
 MODELS = {"hf": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 

@@ -104,6 +104,14 @@ def test_no_modules_import_one_another_in_a_circle(package: Path) -> None:
         pytest.fail(f"a circle of imports: {' <- '.join(circle.args[1])}")
 
 
+def test_the_trie_knows_no_model() -> None:
+    modules = modules_below(TOP / "core" / "src" / "genlm")
+    of_a_model = {f"genlm.core.{name}" for name in ("adapters", "context", "lm", "rows", "types")}
+    trie = [path for name, path in modules.items() if name.startswith("genlm.core.trie.")]
+    assert len(trie) > 5
+    assert not {name for path in trie for name in imports_of(path, modules)} & of_a_model
+
+
 #: What stands in a row of the page on choosing, and the hooks or arguments of a step that do it.
 NATIVE = {
     "requests join between steps": {"genlm_step"},

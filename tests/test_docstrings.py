@@ -13,7 +13,8 @@ import structlog
 
 import genlm.core
 from genlm.core import AsyncLM, decode_vocab, hookspecs, load_model_by_name
-from genlm.core.trie import TokenCharacterTrie, next_bytes_logprob
+from genlm.core.next_bytes import next_bytes_logprob
+from genlm.core.trie import TokenCharacterTrie
 
 TOP = Path(genlm.core.__file__).parent
 

@@ -184,7 +184,7 @@ class TokenCharacterTrie:
         """The probability that the next item begins with ``prefix``; 0.0 if no item does.
 
         This is about the next *token*. The text may also begin with ``prefix`` by several shorter
-        tokens: :func:`~genlm.core.trie.next_bytes_logprob` counts those too.
+        tokens: :func:`~genlm.core.next_bytes.next_bytes_logprob` counts those too.
 
         Args:
             row: ``[len(decode)]`` Log-probabilities, as a model's row has them.

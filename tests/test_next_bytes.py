@@ -20,9 +20,10 @@ from genlm.core import (
     Token,
     UnknownAdapterError,
 )
-from genlm.core.trie import BytePrefix, TokenCharacterTrie, next_bytes_logprob
+from genlm.core.next_bytes import BytePrefix, next_bytes_logprob
+from genlm.core.trie import TokenCharacterTrie
 
-from ..conftest import PATIENCE
+from .conftest import PATIENCE
 
 #: Few symbols, so that texts have many tokenisations; some are not UTF-8.
 SYMBOLS = (b"a", b"b", b"\xc3", b"\x9f", b"\xff")
@@ -395,3 +396,12 @@ def test_a_trie_of_other_tokens_is_refused(lm):
         said = f"the trie of {len(items)} items is not one of this model's 10 tokens"
         with pytest.raises(InvalidInputError, match=said):
             asyncio.run(next_bytes_logprob(lm, [0], b"ab", trie=TokenCharacterTrie(items)))
+
+
+def test_the_names_are_found_where_they_were():
+    from genlm.core import trie
+
+    assert trie.BytePrefix is BytePrefix
+    assert trie.next_bytes_logprob is next_bytes_logprob
+    with pytest.raises(AttributeError, match=r"'genlm.core.trie' has no attribute 'Trie'"):
+        _ = trie.Trie
