@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from genlm.conformance.cast import MOVING
 from genlm.conformance.compare import Violation, brief, check
+from genlm.conformance.scheduled import MOVING
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 

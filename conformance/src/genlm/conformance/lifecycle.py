@@ -17,10 +17,10 @@ import time
 import pytest
 from attrs import frozen
 
-from genlm.conformance.cast import MOVING
 from genlm.conformance.compare import Violation, brief, check
 from genlm.conformance.driver import Outcome, started
 from genlm.conformance.model import STARTS, imported
+from genlm.conformance.scheduled import MOVING
 from genlm.conformance.subject import Subject
 from genlm.core.errors import ModelClosedError
 from genlm.core.lm import AsyncLM

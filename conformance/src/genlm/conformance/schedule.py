@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from genlm.conformance.agreement import MovedDraw, for_each_seed
-from genlm.conformance.cast import (
-    DIFFERENT,
-    MOVING,
-    Request,
-    Row,
-    growing_tokens,
-    requests_of,
-)
 from genlm.conformance.compare import Violation
 from genlm.conformance.declaration import Declaration
 from genlm.conformance.driver import Outcome, submitted
 from genlm.conformance.properties import for_all
+from genlm.conformance.scheduled import (
+    DIFFERENT,
+    MOVING,
+    ScheduledRequest,
+    ScheduledRow,
+    growing_tokens,
+    requests_of,
+)
 from genlm.conformance.subject import Subject
 from genlm.core.errors import UnknownAdapterError
 
@@ -64,7 +64,7 @@ class Leaving:
 
 @frozen
 class Rebinding:
-    """The adapter :data:`~genlm.conformance.cast.MOVING` is bound to another, or removed and
+    """The adapter :data:`~genlm.conformance.scheduled.MOVING` is bound to another, or removed and
     added."""
 
     after: int
@@ -242,7 +242,7 @@ class Asked:
 
     number: int
     arrival: Arrival
-    request: Request
+    request: ScheduledRequest
     owner: str | None  # whose adapter its name stood for
     task: asyncio.Future[Outcome]
     left: bool = False
@@ -257,7 +257,7 @@ class Asked:
         outcome = self.task.exception() or self.task.result()
         # Where the core makes a draw of several rows, it is refused if its adapter goes.
         if self.disturbed and isinstance(outcome, UnknownAdapterError):
-            return None if not isinstance(self.request, Row) else Violation(str(outcome))
+            return None if not isinstance(self.request, ScheduledRow) else Violation(str(outcome))
         try:
             self.request.compare(live, outcome, self.owner)
         except Violation as violation:
@@ -283,7 +283,7 @@ class Performance:
         self._change: asyncio.Future[None] | None = None  # of an adapter, under way
         self._moving: str | None = None  # whose adapter the moving name stands for
         self._names = list(live.adapters)[:2]
-        self._ready: dict[tuple[Request, str | None], Request] = {}
+        self._ready: dict[tuple[ScheduledRequest, str | None], ScheduledRequest] = {}
         self._happening = asyncio.Lock()
         at, moves = 0, False
         bound = {0, *(event.to for event in schedule if isinstance(event, Rebinding))}
@@ -302,7 +302,7 @@ class Performance:
             live.model.bind(MOVING, self._moving)
         live.model.clear()
 
-    def _arriving(self, event: Arrival) -> list[Request]:
+    def _arriving(self, event: Arrival) -> list[ScheduledRequest]:
         known = self.live.noted(
             (event.kind, self._salt), lambda: requests_of(self.live, event.kind, self._salt)
         )

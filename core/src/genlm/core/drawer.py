@@ -92,7 +92,7 @@ class Draw:
     def __init__(
         self, drawers: Sequence[TokenDrawer], known: Sequence[torch.Tensor | None]
     ) -> None:
-        self._drawers, self._known = drawers, known
+        self._drawers, self._known_rows = drawers, known
 
     def __call__(self, results: Sequence[torch.Tensor]) -> list[int]:
         (drawn,) = self.together([(self, results)])
@@ -116,7 +116,7 @@ class Draw:
 
     def _rows(self, results: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         asked = iter(results)
-        return (next(asked) if row is None else row for row in self._known)
+        return (next(asked) if row is None else row for row in self._known_rows)
 
 
 def draw_together(

@@ -325,7 +325,7 @@ class GenerationMixin(RowsMixin):
         """
         import torch
 
-        ids = token_ids_of("text", token_ids, self._known)
+        ids = token_ids_of("text", token_ids, self._scorable)
         limit = self._engine.max_context
         given = integer("max_length", max_length, least=1, optional=True) or limit
         if limit is not None and given is not None and given > limit:
@@ -480,7 +480,7 @@ class GenerationMixin(RowsMixin):
         return self._query(prompt_token_ids, lora_name, room_for=params.max_tokens), params
 
     @property
-    def _known(self) -> int:
+    def _scorable(self) -> int:
         """How many ids can be scored: rows have no place for what the tokenizer lacks, nor for what
         the model lacks."""
         return min(self._engine.vocab_size, self._engine.width)
@@ -492,7 +492,7 @@ class GenerationMixin(RowsMixin):
         lora_name: LoraName,
     ) -> tuple[Query, TokenIds]:
         most = self._engine.max_context
-        continuation = token_ids_of("continuation", continuation_token_ids, self._known, most)
+        continuation = token_ids_of("continuation", continuation_token_ids, self._scorable, most)
         return self._query(prompt_token_ids, lora_name, room_for=len(continuation)), continuation
 
     def _params(

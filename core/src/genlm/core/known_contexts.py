@@ -36,9 +36,9 @@ class KnownContexts:
         ids = tuple(token_ids)
         if not are_ints(ids[-ENDING:]) or not 0 <= ids[-1] < vocab_size:
             return None
-        if (same := self._known(ids)) is not None:
+        if (same := self._look_up(ids)) is not None:
             return same
-        if (parent := self._known(ids[:-1])) is None:
+        if (parent := self._look_up(ids[:-1])) is None:
             return None
         longer = parent.followed_by(ids[-1:])
         self.add(longer)
@@ -49,7 +49,7 @@ class KnownContexts:
         if len(context) > BLOCK:
             self._by_ending[len(context), context.since(len(context) - ENDING)] = context
 
-    def _known(self, ids: TokenIds) -> Context | None:
+    def _look_up(self, ids: TokenIds) -> Context | None:
         try:
             context = self._by_ending.get((len(ids), ids[-ENDING:]))
         except TypeError:  # what is no id may have no hash

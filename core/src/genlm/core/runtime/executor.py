@@ -74,7 +74,7 @@ class EngineExecutor:
         began = self.timeline.clock()
         # Read first: what is dropped after this line must not be kept.
         generation = self.cache.generation
-        known, asked = self._known(newcomers)
+        known, asked = self._without_engine(newcomers)
         self.timeline.add("caching", began)
         if self.engine.continuous and not (asked and self.lane(asked[0]) in (DRAWS, SCORES)):
             self._in_flight.update(dict.fromkeys(asked, generation))
@@ -101,7 +101,9 @@ class EngineExecutor:
 
     # --- rows that are known ----------------------------------------------------------------------
 
-    def _known(self, requests: Sequence[Request]) -> tuple[Answers[Request], list[Request]]:
+    def _without_engine(
+        self, requests: Sequence[Request]
+    ) -> tuple[Answers[Request], list[Request]]:
         """What can be answered without the engine: rows that are in the cache now, and errors for
         adapters that are gone; and the other requests."""
         known: Answers[Request] = []

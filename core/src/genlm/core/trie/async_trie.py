@@ -22,7 +22,7 @@ from genlm.core.trie.weights import MAX, SUM, Operation
 
 
 @frozen(eq=False)
-class Request:
+class CombineRequest:
     """One vector of weights to combine.
 
     No two requests are equal: comparing their vectors would cost more than it saves.
@@ -45,19 +45,19 @@ class TrieExecutor(Executor):
     def __init__(self, trie: TokenCharacterTrie) -> None:
         self.trie = trie
 
-    def lane(self, request: Request) -> Lane:
+    def lane(self, request: CombineRequest) -> Lane:
         return SUMS if request.operation is SUM else MAXIMA
 
     def step(
-        self, newcomers: Sequence[Request], dropped: Sequence[Request] = ()
-    ) -> Iterable[tuple[Request, Any]]:
+        self, newcomers: Sequence[CombineRequest], dropped: Sequence[CombineRequest] = ()
+    ) -> Iterable[tuple[CombineRequest, Any]]:
         """Answer all of ``newcomers``, which ask for the same operation. Wrong ones fail alone."""
         return evaluate_isolated(self._combine, newcomers)
 
     def close(self) -> None:
         """Nothing to release."""
 
-    def _combine(self, requests: Sequence[Request]) -> list[tuple[Request, Any]]:
+    def _combine(self, requests: Sequence[CombineRequest]) -> list[tuple[CombineRequest, Any]]:
         is_sum = requests[0].operation is SUM
         combine = self.trie.batch_weight_sum if is_sum else self.trie.batch_weight_max
         results = combine([request.weights for request in requests])
@@ -124,14 +124,14 @@ class AsyncTokenCharacterTrie:
 
         Do not write into ``ws`` before the answer is there.
         """
-        return await self._running().submit([Request(SUM, ws)], _THE_ANSWER)
+        return await self._running().submit([CombineRequest(SUM, ws)], _THE_ANSWER)
 
     async def weight_max(self, ws: Any) -> Any:
         """:meth:`TokenCharacterTrie.weight_max`, together with other calls.
 
         Do not write into ``ws`` before the answer is there.
         """
-        return await self._running().submit([Request(MAX, ws)], _THE_ANSWER)
+        return await self._running().submit([CombineRequest(MAX, ws)], _THE_ANSWER)
 
     def start(self) -> None:
         """Start the worker thread. The first call does the same."""

@@ -137,11 +137,11 @@ def _require_weights(name: str, model: Any, found: Mapping[str, Any]) -> None:
     """Raises: ModelNotFoundError: some of the model's weights were not in the checkpoint, or of
     another shape there, so they are random now."""
     mismatched = [key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]]
-    if lacking := sorted({*found["missing_keys"], *mismatched}):
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+    if missing := sorted({*found["missing_keys"], *mismatched}):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelNotFoundError(
             f"the checkpoint {name!r} lacks weights of {type(model).__name__}, which would be "
-            f"random: {', '.join(lacking[:3])}{more}; give the whole checkpoint of a causal "
+            f"random: {', '.join(missing[:3])}{more}; give the whole checkpoint of a causal "
             "language model"
         )
 

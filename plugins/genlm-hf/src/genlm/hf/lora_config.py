@@ -31,9 +31,9 @@ def lora_config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
     whole = [
         each for each in settings.modules_to_save if any(f"{each}." in name for name in parameters)
     ]
-    if lacking := [each for each in whole if each not in folder.retrained]:
+    if missing := [each for each in whole if each not in folder.retrained]:
         raise InvalidAdapterError(
-            f"LoRA adapter {folder.path} lacks the weights of {lacking[0]}, which modules_to_save "
+            f"LoRA adapter {folder.path} lacks the weights of {missing[0]}, which modules_to_save "
             "names; save it again"
         )
     modules = [name for name in folder.modules if not settings.adapts_parameters(name)]
@@ -142,9 +142,9 @@ def _target_parameters(
     for name, module in folder.modules.items():
         if settings.adapts_parameters(name):
             pairs.setdefault(name.replace(".base_layer", ""), []).append(module)
-    if lacking := sorted(matches.keys() - pairs.keys()):
+    if missing := sorted(matches.keys() - pairs.keys()):
         raise InvalidAdapterError(
-            f"LoRA adapter {folder.path} lacks the matrices of {matches[lacking[0]][0]}, which its "
+            f"LoRA adapter {folder.path} lacks the matrices of {matches[missing[0]][0]}, which its "
             "target_parameters name; save it again"
         )
     for owner, found in pairs.items():

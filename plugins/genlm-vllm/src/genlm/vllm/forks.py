@@ -181,18 +181,19 @@ def _missing_names(scheduler: Any) -> list[str]:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    if missing := lacking(scheduler, *SCHEDULER_NAMES):
+    if missing := absent_names(scheduler, *SCHEDULER_NAMES):
         return missing
     manager = scheduler.kv_cache_manager
-    missing = lacking(Request("", [0], SamplingParams(max_tokens=1), None), *REQUEST_NAMES)
-    missing += lacking(manager.coordinator.single_type_managers[0], *BLOCKS_NAMES)
-    missing += lacking(SchedulerOutput, "kv_cache_block_copies")
+    missing = absent_names(Request("", [0], SamplingParams(max_tokens=1), None), *REQUEST_NAMES)
+    missing += absent_names(manager.coordinator.single_type_managers[0], *BLOCKS_NAMES)
+    missing += absent_names(SchedulerOutput, "kv_cache_block_copies")
     if list(inspect.signature(manager.get_computed_blocks).parameters) not in SIGNATURES:
         missing.append("get_computed_blocks(request)")
     return missing
 
 
-def lacking(owner: Any, *paths: str) -> list[str]:
+def absent_names(owner: Any, *paths: str) -> list[str]:
+    """Those of some dotted names that an object of vLLM does not have."""
     absent = object()
     return [path for path in paths if _found(owner, path, absent) is absent]
 

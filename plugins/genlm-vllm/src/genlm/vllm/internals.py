@@ -24,7 +24,7 @@ import torch
 from genlm.core.errors import BackendUnavailableError
 from genlm.core.types import Adapter, TokenIds
 from genlm.kit.settings import rope_limits
-from genlm.vllm.forks import MARK, lacking
+from genlm.vllm.forks import MARK, absent_names
 from genlm.vllm.request import Output, VllmRequest
 from genlm.vllm.running import RunningSessions, running_sessions
 from genlm.vllm.streams import EngineStream
@@ -135,7 +135,7 @@ class EngineCore:
             and [whole for *_, whole in self._groups] == [True]
         )
         #: Whether this process's scheduler makes forks.
-        self.forks: bool = not lacking(self._client, f"engine_core.scheduler.{MARK}")
+        self.forks: bool = not absent_names(self._client, f"engine_core.scheduler.{MARK}")
         # vLLM keeps one block for itself, and with a watermark some for those that have begun.
         there = _require(config, "cache_config").num_gpu_blocks or 0
         blocks = there - 1 - int(getattr(limits, "watermark", 0) * there)
@@ -327,7 +327,7 @@ def _output(raw: Any) -> Output:
 
 
 def _require(owner: Any, path: str) -> Any:
-    if lacking(owner, path):
+    if absent_names(owner, path):
         raise _unsupported(f"{type(owner).__name__} has no {path}")
     return attrgetter(path)(owner)
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from genlm.core.logs import get_logger
-from genlm.vllm.forks import lacking
+from genlm.vllm.forks import absent_names
 
 log = get_logger()
 
@@ -109,10 +109,10 @@ def _unsuited(engine_core: Any, runner: Any, adapters: int) -> str | None:
     scheduler, config = engine_core.scheduler, engine_core.vllm_config
     if config.parallel_config.world_size > 1:
         return "the model is in several processes"
-    if missing := lacking(runner, *RUNNER_NAMES):
+    if missing := absent_names(runner, *RUNNER_NAMES):
         return f"this model runner has no {', '.join(missing)}"
-    missing = lacking(Request("", [0], SamplingParams(max_tokens=1), None), *REQUEST_NAMES)
-    if missing := missing + lacking(scheduler, *SCHEDULER_NAMES):
+    missing = absent_names(Request("", [0], SamplingParams(max_tokens=1), None), *REQUEST_NAMES)
+    if missing := missing + absent_names(scheduler, *SCHEDULER_NAMES):
         return f"this vLLM has no {', '.join(missing)}"
     if config.scheduler_config.async_scheduling:
         return "asynchronous scheduling takes the next token from the sampler"

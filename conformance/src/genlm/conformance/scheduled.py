@@ -40,7 +40,7 @@ FEWEST = {**DIFFERENT, "draws": 14}
 
 
 @frozen
-class Row:
+class ScheduledRow:
     """A request for one row."""
 
     prompt: TokenIds
@@ -52,7 +52,7 @@ class Row:
     def ask(self, live: Subject) -> Any:
         return live.lm.next_token_logprobs(self.prompt, lora_name=self.adapter)
 
-    def alone(self, live: Subject, owner: str | None) -> Row:
+    def alone(self, live: Subject, owner: str | None) -> ScheduledRow:
         live.cold(self.prompt, owner)
         return self
 
@@ -62,7 +62,7 @@ class Row:
 
 
 @frozen
-class Score:
+class ScheduledScore:
     """A request for the scores of a continuation."""
 
     prompt: TokenIds
@@ -76,7 +76,7 @@ class Score:
     def ask(self, live: Subject) -> Any:
         return live.lm.sequence_logprobs(self.prompt, self.tokens, lora_name=self.adapter)
 
-    def alone(self, live: Subject, owner: str | None) -> Score:
+    def alone(self, live: Subject, owner: str | None) -> ScheduledScore:
         for place in self._places:
             live.cold(self.prompt + self.tokens[:place], owner)
         return self
@@ -91,7 +91,7 @@ class Score:
 
 
 @frozen
-class Draw:
+class ScheduledDraw:
     """A request for a continuation.
 
     Attributes:
@@ -119,7 +119,7 @@ class Draw:
             self.prompt, self.most, self.stops, lora_name=self.adapter, **self.options
         )
 
-    def alone(self, live: Subject, owner: str | None) -> Draw:
+    def alone(self, live: Subject, owner: str | None) -> ScheduledDraw:
         free = evolve(self, adapter=owner, stop=None)
         key = (self.prompt, self.most, tuple(self.options.items()), live.model.path_of(owner))
         drawn: tuple[int, ...] = live.noted(key, lambda: tuple(live.run(free.ask(live))))
@@ -149,10 +149,10 @@ class Draw:
             raise MovedDraw(message)
 
 
-Request = Row | Score | Draw
+ScheduledRequest = ScheduledRow | ScheduledScore | ScheduledDraw
 
 
-def requests_of(live: Subject, kind: str, salt: int = 0) -> list[Request]:
+def requests_of(live: Subject, kind: str, salt: int = 0) -> list[ScheduledRequest]:
     """Different requests of one kind.
 
     Args:
@@ -172,29 +172,33 @@ def growing_tokens(i: int) -> int:
     return 20 + 2 * i
 
 
-def _make(live: Subject, kind: str, i: int, adapter: str | None, salt: int) -> Request:
+def _make(live: Subject, kind: str, i: int, adapter: str | None, salt: int) -> ScheduledRequest:
     """The request of a kind with number ``i``."""
     contexts, limit, longest = live.contexts, live.contexts.limit, live.longest
     if kind == "rows":
         many = contexts.many(DIFFERENT["rows"])
-        return Row(many[i % len(many)], adapter if i % 3 == 0 else None)
+        return ScheduledRow(many[i % len(many)], adapter if i % 3 == 0 else None)
     if kind == "long rows":
         most = longest if live.effort >= 1 else min(longest, SHORTER)
         length = max(1, most - (0, 1, most // 3, most // 2)[i // 3 % 4])
-        return Row(contexts.long(length, i % 15), adapter)  # the last ones begin the first ones
+        return ScheduledRow(
+            contexts.long(length, i % 15), adapter
+        )  # the last ones begin the first ones
     if kind == "growing draws":
         most = min(growing_tokens(i), limit - 8)
         options = _seeded(live, {"temperature": 1.5}, salt + 100 + i)
-        return Draw(contexts.long(3 + i % 5, i), most, options, adapter)
+        return ScheduledDraw(contexts.long(3 + i % 5, i), most, options, adapter)
     prompt, most = PROMPTS[i % len(PROMPTS)], TOKENS[i % len(TOKENS)]
     room = min(limit, max(longest, 64))  # what the model takes, and bears
     if kind == "scores":
         text = contexts.long(min(prompt + (most + 1, 300)[i % 4 == 3], room), i)
         prompt = min(prompt, len(text) // 2)
-        return Score(text[:prompt], text[prompt:], adapter)
+        return ScheduledScore(text[:prompt], text[prompt:], adapter)
     prompt = min(prompt, room - most)
     options = _seeded(live, OPTIONS[i % len(OPTIONS)], salt + i)
-    return Draw(contexts.long(prompt, i), most, options, adapter, (None, 2, None, 1, 9)[i % 5])
+    return ScheduledDraw(
+        contexts.long(prompt, i), most, options, adapter, (None, 2, None, 1, 9)[i % 5]
+    )
 
 
 def _seeded(live: Subject, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
