@@ -297,7 +297,7 @@ def transformers_floor(bench: Bench, lengths: bool = False) -> None:
             ragged = functools.partial(run, [[5] * ragged_length(program.n)] * program.n)
             newcomer = program.prompts(1)
 
-            def with_newcomer(
+            def with_new_requests(
                 state: Any, extend: Callable[..., Any] = extend, newcomer: Contexts = newcomer
             ) -> None:
                 extend(state)
@@ -306,7 +306,7 @@ def transformers_floor(bench: Bench, lengths: bool = False) -> None:
             for case in ("extend", "fork", "alternate"):
                 if case != "fork" or program.n > 1:
                     bench.time(case + after, extend, x=program.n, repeat=12, prepare=mine)
-            bench.time("newcomer" + after, with_newcomer, x=program.n, repeat=6, prepare=mine)
+            bench.time("newcomer" + after, with_new_requests, x=program.n, repeat=6, prepare=mine)
             bench.time("ragged" + after, ragged, x=program.n, repeat=6, prepare=mine)
         curve = CURVE if lengths else ()
         for length in curve[:1] if bench.quick else curve:

@@ -70,9 +70,9 @@ class Elsewhere:
     def genlm_step(self, queries, samples, dropped):
         for request in dropped:
             del self.in_flight[request]
-        newcomers = [*queries, *samples]
-        self.in_flight.update(dict.fromkeys(newcomers))
-        self.steps.put((newcomers, list(dropped)))
+        new_requests = [*queries, *samples]
+        self.in_flight.update(dict.fromkeys(new_requests))
+        self.steps.put((new_requests, list(dropped)))
         happened = self._events.get(timeout=PATIENCE)
         if happened is None:  # woken
             return []

@@ -26,10 +26,10 @@ class Driven:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def step(self, *newcomers: Request, dropped: Sequence[Request] = ()) -> dict[Request, Any]:
+    def step(self, *new_requests: Request, dropped: Sequence[Request] = ()) -> dict[Request, Any]:
         """One step: what was answered."""
         kinds: dict[type, list[Any]] = {Query: [], SampleRequest: [], ScoreRequest: []}
-        for request in newcomers:
+        for request in new_requests:
             kinds[type(request)].append(request)
         queries, samples, scores = kinds.values()
         asked = {"queries": queries, "samples": samples, "scores": scores, "width": self.width}

@@ -66,7 +66,7 @@ async def test_while_the_engine_works_requests_queue_and_then_go_together(mock, 
     assert [len(batch) for batch in gate.batches] == [1, 9]
 
 
-async def test_newcomers_join_a_continuous_engine_between_its_steps(mock, gate):
+async def test_new_requests_join_a_continuous_engine_between_its_steps(mock, gate):
     lm = mock(continuous=True, steps=3)
     first = await busy(lm, gate, [0])
     (second,) = await started(lm.next_token_logprobs([1]))

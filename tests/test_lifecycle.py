@@ -235,8 +235,8 @@ def test_an_exit_in_the_middle_of_a_batch_is_clean():
 
 
 class Echo(Executor):
-    def step(self, newcomers, dropped):
-        return [(request, request) for request in newcomers]
+    def step(self, new_requests, dropped):
+        return [(request, request) for request in new_requests]
 
     def close(self):
         pass
@@ -398,8 +398,8 @@ def test_a_forked_child_is_told_waits_for_no_lock_and_exits_cleanly():
                 return 0
 
         class Echo(Executor):
-            def step(self, newcomers, dropped):
-                return [(request, request) for request in newcomers]
+            def step(self, new_requests, dropped):
+                return [(request, request) for request in new_requests]
             def close(self):
                 pass
 

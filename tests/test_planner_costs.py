@@ -320,9 +320,9 @@ def test_all_slots_are_looked_at_only_when_some_are_new(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(trunks, "families_of", seen)
     kept = [(at, 5, 5) for at in range(200)]
-    newcomers = [[(300 + step, 5, 5)] for step in range(40)]
+    new_requests = [[(300 + step, 5, 5)] for step in range(40)]
     planner: Planner[Wanted] = Planner(Meter(200 * 32))
-    for contexts in [kept, *newcomers]:
+    for contexts in [kept, *new_requests]:
         for batch in planner.batches([Wanted(context) for context in contexts]):
             planner.commit(batch)
     assert len(looked) <= 3

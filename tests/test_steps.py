@@ -281,8 +281,8 @@ async def test_the_engine_drops_requests_before_anything_that_cannot_join_them(o
         asked = later(other(lm))
         await asyncio.to_thread(engine.next_step)  # woken: it has been asked
         gone.cancel()
-        newcomers, dropped = await asyncio.to_thread(engine.next_step)
-        assert (newcomers, len(dropped)) == ([], 1)
+        new_requests, dropped = await asyncio.to_thread(engine.next_step)
+        assert (new_requests, len(dropped)) == ([], 1)
         assert not engine.in_flight
         engine.finish()  # that step
         engine.finish()  # the one of the cold row
@@ -302,14 +302,14 @@ def test_a_step_that_finished_nothing_is_not_a_batch(mock):
 # --- failures -------------------------------------------------------------------------------------
 
 
-async def test_after_a_failure_requests_are_admitted_one_by_one_and_newcomers_wait():
+async def test_after_a_failure_requests_are_admitted_one_by_one_and_new_requests_wait():
     engine = Elsewhere()
     with model_of(engine) as lm:
         draws = [later(lm.sample([i], 3, [])) for i in range(3)]
         await engine.step_with(0)
         engine.fail(RuntimeError("out of memory"))
         (first,) = await engine.step_with(0)
-        newcomer = later(lm.next_token_logprobs([7]))
+        new_request = later(lm.next_token_logprobs([7]))
         draws[1].cancel()  # while it waits for its turn
         await asyncio.to_thread(engine.next_step)
         engine.fail(RuntimeError("this is the one"))
@@ -317,7 +317,7 @@ async def test_after_a_failure_requests_are_admitted_one_by_one_and_newcomers_wa
         engine.finish()
         assert kinds(await engine.step_with(0)) == ["Query"]
         engine.finish()
-        await newcomer
+        await new_request
         assert [r.query.token_ids for r in (first, third)] == [(0,), (2,)]
         failed, gone, drawn = await asyncio.gather(*draws, return_exceptions=True)
     assert isinstance(failed, EngineError)

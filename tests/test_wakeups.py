@@ -33,9 +33,9 @@ class Interrupted(Executor):
         self.batcher = Batcher(lambda: self, batch_size=2, timeout=3600.0)
         self.batcher.start()
 
-    def step(self, newcomers, dropped):
+    def step(self, new_requests, dropped):
         sys.setprofile(self.interrupt)
-        return [(request, request) for request in newcomers]
+        return [(request, request) for request in new_requests]
 
     def interrupt(self, frame, event, called):
         if next(self.points) == self.point:

@@ -31,7 +31,7 @@ from genlm.core.mock import ContinuousMockEngine, MockEngine
 
 from .faulty import PATIENCE, Faulty, OfARealModel, OfTheMock, of_a_mutant
 from .mutants import MUTANTS
-from .mutants.company import Woken
+from .mutants.contention import Woken
 from .mutants.working_engine import WorkingEngine
 
 EFFORTS = {"quick": 0.1, "default": 1.0}

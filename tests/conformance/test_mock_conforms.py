@@ -39,7 +39,8 @@ class TestLongMock(TestMock):
 
 
 class TestWokenMock(TestMock):
-    """A newcomer ends a call that has answered nothing yet, and the next one answers all rows."""
+    """A new request ends a call that has answered nothing yet, and the next one answers all
+    rows."""
 
     effort = 0.1
     options: ClassVar = {**CONTINUOUS, "steps": 1, "delay": 1e-4}

@@ -14,7 +14,7 @@ from genlm.core import AsyncLM
 from genlm.core.mock import ByteTokenizer
 
 from .faulty import OfTheMock, verdict_on
-from .mutants.company import GeneratorsDoNotMoveUp
+from .mutants.contention import GeneratorsDoNotMoveUp
 from .mutants.working_engine import WorkingEngine
 
 pytestmark = pytest.mark.any_version

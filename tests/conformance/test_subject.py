@@ -197,7 +197,7 @@ class OneAtATime(MockEngine):
 @pytest.mark.parametrize(
     ("error", "failed"), [(KeyError("slot"), ["contract_is_kept_throughout"]), (MemoryError(), [])]
 )
-def test_what_raises_in_company_alone_is_told_unless_memory_ran_out(
+def test_what_raises_only_beside_others_is_told_unless_memory_ran_out(
     error: Exception, failed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OneAtATime, "error", error, raising=False)

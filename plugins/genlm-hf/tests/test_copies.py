@@ -195,8 +195,8 @@ def test_a_step_over_trunks_copies_once(
     ]
     assert ask(engine, *mixed) == ONE
     # Their slots are in another order, so the tokens over the first trunk are not neighbours.
-    newcomers = [[*prompt, 7], [3, 4, 5], [*prompt, 1, 5, 6, 7, 8], [*other, 3, 5, 6]]
-    assert ask(engine, *newcomers) == ONE
+    new_requests = [[*prompt, 7], [3, 4, 5], [*prompt, 1, 5, 6, 7, 8], [*other, 3, 5, 6]]
+    assert ask(engine, *new_requests) == ONE
 
 
 def test_every_forward_of_a_step_copies_once(there: Make) -> None:

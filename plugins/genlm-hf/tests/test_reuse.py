@@ -51,15 +51,15 @@ def test_a_model_that_does_not_name_its_output_layer() -> None:
     pair.check((*second, 1), (*first, 1))  # as many rows as tokens, in another order
 
 
-def test_ragged_growth_and_a_newcomer_are_one_forward_without_padding(llama: Any) -> None:
-    *prompts, newcomer = draw(6, 20)
+def test_ragged_growth_and_a_new_request_are_one_forward_without_padding(llama: Any) -> None:
+    *prompts, new_request = draw(6, 20)
     llama.ask(*prompts)
     llama.forwards.clear()
-    llama.check(*[prompt + tuple(range(n + 1)) for n, prompt in enumerate(prompts)], newcomer)
+    llama.check(*[prompt + tuple(range(n + 1)) for n, prompt in enumerate(prompts)], new_request)
     assert llama.forwards == [1 + 2 + 3 + 4 + 5 + 20]
 
 
-def test_newcomers_that_share_a_prompt_compute_it_once(llama: Any) -> None:
+def test_new_requests_that_share_a_prompt_compute_it_once(llama: Any) -> None:
     prompt = draw(1, 40)[0]
     llama.check(*[(*prompt, token) for token in range(8)])
     assert llama.forwards == [41, 7]
@@ -75,13 +75,13 @@ def test_a_shorter_context_is_found_within_a_longer_one(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("more", [(5,), (5, 6)])
-def test_beside_a_long_newcomer_no_key_of_those_that_grow_is_made(
+def test_beside_a_long_new_request_no_key_of_those_that_grow_is_made(
     more: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The byte key of a context is as long as that: all keys took half of such a step."""
     engine = proven(llama_config(), max_batch_tokens=64).engine
     contexts = [Context(one) for one in draw(10, 20)]
-    newcomer = Context(draw(1, 60, seed=1)[0])
+    new_request = Context(draw(1, 60, seed=1)[0])
     keyed = []
 
     def key_of(version: int, tokens: Sequence[int]) -> bytes:
@@ -91,8 +91,8 @@ def test_beside_a_long_newcomer_no_key_of_those_that_grow_is_made(
     rows_of(engine, [Query(one) for one in contexts])
     monkeypatch.setattr(sequence, "key_of", key_of)
     grown = [one.followed_by((*more[:-1], last)) for one in contexts for last in (5, 7)]
-    rows_of(engine, [*map(Query, grown), Query(newcomer)])
-    assert set(keyed) <= {(*newcomer,)[:stop] for stop in range(61)}
+    rows_of(engine, [*map(Query, grown), Query(new_request)])
+    assert set(keyed) <= {(*new_request,)[:stop] for stop in range(61)}
 
 
 def test_what_grows_by_two_tokens_shares_the_first_with_another(llama: Any) -> None:

@@ -88,12 +88,12 @@ def test_a_prompt_costs_those_that_grow_no_more_than_its_own_tokens(chunked: Any
     (prompt,), growing = draw(1, 150), draw(4, 6, seed=1)
     chunked.step(*growing)
     chunked.forwards.clear()
-    steps, answered, newcomers = 0, False, [prompt]
+    steps, answered, new_requests = 0, False, [prompt]
     while not answered:
         growing = [(*one, steps) for one in growing]
-        rows = chunked.step(*newcomers, *growing)
+        rows = chunked.step(*new_requests, *growing)
         assert set(growing) <= rows, "all of them are answered in every step"
-        newcomers, answered, steps = [], prompt in rows, steps + 1
+        new_requests, answered, steps = [], prompt in rows, steps + 1
     assert steps == -(-150 // (CHUNK - 4))
     assert len(chunked.forwards) == steps, "each step is one forward"
     assert sum(chunked.forwards) == 150 + 4 * steps, "nothing is computed twice"
@@ -107,11 +107,11 @@ def test_what_lacks_least_is_answered_first_however_long_it_is(chunked: Any) -> 
 
 def test_nothing_is_passed_over_while_others_keep_coming(chunked: Any) -> None:
     (prompt,), fresh = draw(1, 150), iter(draw(200, 8, seed=1))
-    newcomers, answered, steps = [prompt], set[tuple[int, ...]](), 0
+    new_requests, answered, steps = [prompt], set[tuple[int, ...]](), 0
     while prompt not in answered:
-        newcomers += [next(fresh) for _ in range(8)]  # twice as much as fits beside a chunk
-        answered |= chunked.step(*newcomers)
-        newcomers, steps = [], steps + 1
+        new_requests += [next(fresh) for _ in range(8)]  # twice as much as fits beside a chunk
+        answered |= chunked.step(*new_requests)
+        new_requests, steps = [], steps + 1
     assert steps <= 150 // (CHUNK // 2) + 1
     assert len(answered) > steps, "and others are answered meanwhile"
 

@@ -77,13 +77,13 @@ def test_sinks_and_windows_are_those_of_rows_computed_alone() -> None:
         ]
 
 
-def test_a_step_costs_one_token_per_context_and_a_newcomer_its_own(either: Tried) -> None:
-    *keys, newcomer = keys_of(7, 20)
+def test_a_step_costs_one_token_per_context_and_a_new_request_its_own(either: Tried) -> None:
+    *keys, new_request = keys_of(7, 20)
     assert either.ask(*keys) == [6 * 19, 6]
     for token in range(3):
         keys = [(*key, token) for key in keys]
         assert either.ask(*keys) == [6]
-    assert sum(either.ask(*[(*key, 1) for key in keys], newcomer)) == 20 + 6
+    assert sum(either.ask(*[(*key, 1) for key in keys], new_request)) == 20 + 6
 
 
 @pytest.mark.parametrize("step_size", [16, 2048])

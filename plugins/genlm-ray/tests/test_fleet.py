@@ -66,8 +66,8 @@ def test_a_request_is_asked_again_while_an_equal_one_is_in_flight() -> None:
     """It was dropped as it was answered, so its next caller had that answer; and then came another
     caller."""
     fleet, (line,) = started(1)
-    for newcomers, dropped in ([Query((1,))], []), ([], [Query((1,))]), ([Query((1,))], []):
-        fleet.step(newcomers, dropped)
+    for new_requests, dropped in ([Query((1,))], []), ([], [Query((1,))]), ([Query((1,))], []):
+        fleet.step(new_requests, dropped)
         if not fleet.answers:
             fleet.take(line.next("answer"), ["row"])
     fleet.step([Query((1,))], [])

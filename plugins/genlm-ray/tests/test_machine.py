@@ -255,9 +255,9 @@ class Program:
         """Whether a replica that starts again may do without it."""
         return entry.apply[-1] in self.world.gone_paths or self.may_blame(entry)
 
-    def step(self, newcomers: list[Request], dropped: list[Request]) -> None:
-        self.flying = [r for r in self.flying if all(r is not d for d in dropped)] + newcomers
-        self.fleet.step(newcomers, dropped)
+    def step(self, new_requests: list[Request], dropped: list[Request]) -> None:
+        self.flying = [r for r in self.flying if all(r is not d for d in dropped)] + new_requests
+        self.fleet.step(new_requests, dropped)
         self.check_answers()
 
     def changed(self, error: Exception | None) -> None:

@@ -177,10 +177,10 @@ def test_nobody_waits_for_a_long_draw(hooks, contexts):
     first, second, third = contexts(3, 10, 20)
     long, short, row = request(first, max_tokens=200), request(second, max_tokens=1), Query(third)
     hooks.step(long)
-    for newcomer in (row, short):
-        answered = hooks.step(newcomer)
+    for new_request in (row, short):
+        answered = hooks.step(new_request)
         steps = 1
-        while newcomer not in answered:
+        while new_request not in answered:
             answered |= hooks.step()
             steps += 1
         assert steps <= 3

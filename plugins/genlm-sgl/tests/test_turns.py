@@ -18,23 +18,23 @@ def hooks(load_tiny, tiny_without_padding):
 
 
 @pytest.mark.parametrize("length", [20, 50])
-def test_a_draw_goes_on_while_newcomers_come_with_every_step(hooks, contexts, length):
+def test_a_draw_goes_on_while_new_requests_come_with_every_step(hooks, contexts, length):
     """By itself, SGLang computes prompts for as long as some come, or one is half computed."""
     hooks.genlm_clear_kv_cache()
-    drawn, *newcomers = contexts(17, length, length)
+    drawn, *new_requests = contexts(17, length, length)
     draw = SampleRequest(Query(drawn), SamplingParams(max_tokens=5, temperature=0.0))
     (alone,) = hooks.ask(draw)
     hooks.genlm_clear_kv_cache()
     hooks.step(draw)
     asked: list[Request] = []
     answered: dict[Request, Any] = {}
-    for newcomer in map(Query, newcomers):
-        asked.append(newcomer)
-        answered |= hooks.step(newcomer)
+    for new_request in map(Query, new_requests):
+        asked.append(new_request)
+        answered |= hooks.step(new_request)
         if draw in answered:
             break
     assert draw in answered
-    assert len(asked) <= 8  # four more tokens, and as many steps for the newcomers
+    assert len(asked) <= 8  # four more tokens, and as many steps for the new requests
     for _ in range(2 * len(asked)):  # more steps than what is left needs
         answered |= hooks.step()
     assert answered.keys() == {draw, *asked}

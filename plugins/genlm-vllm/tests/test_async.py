@@ -86,8 +86,8 @@ def test_who_waits_starts_from_what_the_step_before_computes(engine):
 
 def test_what_is_dropped_between_two_steps_is_never_answered(engine):
     long = SampleRequest(Query(TEXT[:20]), SamplingParams(max_tokens=100, temperature=0.0))
-    for newcomers in ([long], [], [], []):
-        assert engine.step(*newcomers) == {}
+    for new_requests in ([long], [], [], []):
+        assert engine.step(*new_requests) == {}
     query = Query(TEXT[20:40])
     answers = engine.step(query, dropped=[long])
     while query not in answers:

@@ -55,7 +55,7 @@ def test_a_cold_query_computes_everything(engine, length):
     assert sum(counts) == length + 1
 
 
-def test_newcomers_join_at_the_next_step(engine):
+def test_new_requests_join_at_the_next_step(engine):
     """A long prompt takes several steps of 64 tokens; what is asked meanwhile does not wait for its
     end."""
     long, short = Query(text(0, 200)), Query(text(1, 5))

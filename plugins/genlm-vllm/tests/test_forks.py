@@ -91,11 +91,11 @@ def test_preempted_forks_are_computed_again(engine):
     parent = text(0, 50)
     engine.ask(Query(parent))
     draws = [SampleRequest(Query((*parent, token)), GREEDY) for token in range(5, 13)]
-    rows, newcomers = {}, list(draws)
+    rows, new_requests = {}, list(draws)
     with engine.computed_tokens() as counts:
         while not rows.keys() >= set(draws):
-            rows |= engine.step(*newcomers)
-            newcomers = [Query((*parent, 1000 + len(counts)))] * (len(counts) < 100)
+            rows |= engine.step(*new_requests)
+            new_requests = [Query((*parent, 1000 + len(counts)))] * (len(counts) < 100)
     assert sum(counts) > 8 * 100 + 100, "else none gave way"
     drawn = [rows.pop(draw) for draw in draws]
     engine.assert_cold_rows(dict(list(rows.items())[::10]))

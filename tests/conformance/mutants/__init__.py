@@ -5,7 +5,7 @@ from the hooks alone, before the suite was looked at. Sizes are those of real en
 tokens, chunks of 256, graphs for 128 rows.
 """
 
-from . import adapters, company, lifetime, rows, sampling, state  # noqa: F401  (each adds its own)
+from . import adapters, contention, lifetime, rows, sampling, state  # noqa: F401  (each adds its own)
 from .registry import MUTANTS
 
 __all__ = ["MUTANTS"]

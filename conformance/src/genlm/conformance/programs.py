@@ -33,7 +33,7 @@ from genlm.core.types import (
 if TYPE_CHECKING:
     import torch
 
-#: The most tokens of all newcomers of a step, unless there is one only.
+#: The most tokens of all new requests of a step, unless there is one only.
 MOST_NEW = 6000
 
 #: How many contexts go on in a step.
@@ -166,7 +166,7 @@ class Program:
         self.drained()
 
     def step(self) -> None:
-        """Newcomers, some that leave, and a step."""
+        """New requests, some that leave, and a step."""
         may_leave = self.in_flight if self._takes("dropped") else ()
         leaving = [one for one in may_leave if self.source.random() < 0.1]
         for one in leaving:
@@ -262,12 +262,12 @@ class Program:
     # --- asking -----------------------------------------------------------------------------------
 
     def advance(self, new: Iterable[Request] = (), dropped: Sequence[Request] = ()) -> None:
-        """One step of the engine with newcomers, less those that are in flight already."""
-        newcomers = [one for one in dict.fromkeys(new) if one not in self.in_flight]
-        if not (newcomers or dropped or self.in_flight):
+        """One step of the engine with new requests, less those that are in flight already."""
+        new_requests = [one for one in dict.fromkeys(new) if one not in self.in_flight]
+        if not (new_requests or dropped or self.in_flight):
             return
-        self.in_flight.update(dict.fromkeys(newcomers))
-        for answer in self._step(newcomers, dropped):
+        self.in_flight.update(dict.fromkeys(new_requests))
+        for answer in self._step(new_requests, dropped):
             if answer.request in self.in_flight:
                 del self.in_flight[answer.request]
                 self._answered.append(answer)

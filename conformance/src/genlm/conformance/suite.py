@@ -7,8 +7,8 @@ from typing import ClassVar
 import pytest
 
 from genlm.conformance.adapters import AdapterClauses, AdapterFileClauses
-from genlm.conformance.company import CompanyClauses
 from genlm.conformance.compare import check
+from genlm.conformance.contention import ContentionClauses
 from genlm.conformance.declaration import Declaration
 from genlm.conformance.faults import FaultClauses
 from genlm.conformance.histories import GrowthClauses, HistoryClauses
@@ -59,7 +59,7 @@ class ConformanceSuite(
     GrowthClauses,
     ScheduleClauses,
     ContinuationClauses,
-    CompanyClauses,
+    ContentionClauses,
     LengthClauses,
     StateClauses,
     RowClauses,

@@ -242,12 +242,12 @@ class ContinuousMockEngine(MockEngine):
             self._alarm.release()
 
     def advance(
-        self, newcomers: Sequence[Request], dropped: Sequence[Request] = ()
+        self, new_requests: Sequence[Request], dropped: Sequence[Request] = ()
     ) -> list[Answer]:
         """Make one step. A subclass whose ``genlm_step`` names fewer arguments calls this."""
         for request in dropped:
             del self._in_flight[request]
-        self._in_flight.update({request: self._steps_of(request) for request in newcomers})
+        self._in_flight.update({request: self._steps_of(request) for request in new_requests})
         if not (self._in_flight and self._time_passes()):
             return []
         try:

@@ -98,8 +98,10 @@ class Executor(Protocol):
         """The lane of a request."""
         return ROWS
 
-    def step(self, newcomers: Sequence[Any], dropped: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
-        """Admit ``newcomers``, drop ``dropped``, and return requests with their results, or the
+    def step(
+        self, new_requests: Sequence[Any], dropped: Sequence[Any]
+    ) -> Iterable[tuple[Any, Any]]:
+        """Admit ``new_requests``, drop ``dropped``, and return requests with their results, or the
         exceptions in their place; requests that are not among them are still in flight.
 
         If it raises, nothing can be answered any more.
@@ -475,8 +477,8 @@ class Batcher:
             self._die(error)
 
     def _take(self) -> Task[Any] | tuple[list[Any], list[Any]] | None:
-        """Wait for work: a task, or newcomers and what is dropped. No newcomers means a step for
-        the requests in flight alone; ``None`` is the end."""
+        """Wait for work: a task, or new requests and what is dropped. No new requests means a step
+        for the requests in flight alone; ``None`` is the end."""
         lanes = self._lanes
         with self._lock:
             self._stepping = False

@@ -67,14 +67,14 @@ class EngineExecutor:
         hook = self.engine.native["samples" if draw else "scores"]
         return ROWS if hook == "genlm_step" else DRAWS if draw else SCORES
 
-    def step(self, newcomers: Sequence[Request], dropped: Sequence[Request]) -> Answers[Request]:
-        """Answer what can be answered now. The newcomers are of one lane."""
+    def step(self, new_requests: Sequence[Request], dropped: Sequence[Request]) -> Answers[Request]:
+        """Answer what can be answered now. The new requests are of one lane."""
         if self._pins_lost:
             self._pin_again()
         began = self.timeline.clock()
         # Read first: what is dropped after this line must not be kept.
         generation = self.cache.generation
-        known, asked = self._without_engine(newcomers)
+        known, asked = self._without_engine(new_requests)
         self.timeline.add("caching", began)
         if self.engine.continuous and not (asked and self.lane(asked[0]) in (DRAWS, SCORES)):
             self._in_flight.update(dict.fromkeys(asked, generation))
@@ -143,7 +143,7 @@ class EngineExecutor:
     # --- steps ------------------------------------------------------------------------------------
 
     def _advance(
-        self, newcomers: Sequence[Request], dropped: Sequence[Request]
+        self, new_requests: Sequence[Request], dropped: Sequence[Request]
     ) -> Answers[Request]:
         """Make a step. If it raises, all that were in flight are tried again, each alone.
 
@@ -152,20 +152,20 @@ class EngineExecutor:
             PluginError: it answered a request that is not in flight.
         """
         # Asked again at once: the engine has them.
-        if dropped and (back := set(dropped).intersection(newcomers)):
-            newcomers = [request for request in newcomers if request not in back]
+        if dropped and (back := set(dropped).intersection(new_requests)):
+            new_requests = [request for request in new_requests if request not in back]
             dropped = [request for request in dropped if request not in back]
         for request in dropped:
             self._in_flight.pop(request, None)
         if not (self._in_flight or dropped):
             return []
         of: dict[type[Request], list[Request]] = {kind: [] for kind in KINDS}
-        for request in newcomers:
+        for request in new_requests:
             of[type(request)].append(request)
         try:
             answers, failed = self._called(
                 "genlm_step",
-                newcomers,
+                new_requests,
                 # Tuples: what a hook took out of lists would be lost, what it sorted mixed up.
                 queries=tuple(of[Query]),
                 samples=tuple(of[SampleRequest]),

@@ -247,17 +247,18 @@ class Lanes:
         """
         if self._arrived:
             self._sort()
-        newcomers: list[Any] = []
+        new_requests: list[Any] = []
         if self._lanes and not (self.in_flight or dropping):
-            while self._lanes and not newcomers:  # a lane may hold nothing but cancelled requests
-                newcomers = self._admit(next(iter(self._lanes)))
+            # A lane may hold nothing but cancelled requests.
+            while self._lanes and not new_requests:
+                new_requests = self._admit(next(iter(self._lanes)))
         elif self._lanes.keys() == {self._lane}:
-            newcomers = self._admit(self._lane)
+            new_requests = self._admit(self._lane)
         if self._arrived and not (self._lanes or self.in_flight or dropping):
             task = self._arrived.popleft()
             assert isinstance(task, Task)
             return task
-        return newcomers
+        return new_requests
 
     def _sort(self) -> None:
         """Put what has arrived, up to the first task, into lanes. A request equal to one in flight,
@@ -281,7 +282,7 @@ class Lanes:
 
     def _admit(self, lane: Lane) -> list[Any]:
         """Put requests of one lane in flight, as many as fit, and return them."""
-        newcomers: list[Any] = []
+        new_requests: list[Any] = []
         taken = self._timeline.clock()
         pending = self._lanes.pop(lane)
         most = 1 if lane.alone else self.limit
@@ -289,16 +290,16 @@ class Lanes:
             joining, pending = first_of(pending, most - len(self.in_flight))
             self._leave_out_cancelled(joining)
             self.in_flight.update(joining)
-            newcomers += joining
+            new_requests += joining
         if pending:  # last: it is the other lanes' turn, but for suspects
             self._lanes[lane] = pending
             if lane is SUSPECTS:
                 self._lanes = {lane: pending, **self._lanes}
-        if newcomers:
+        if new_requests:
             self._lane = lane
-            self._timeline.add("queue", self._queued_since, requests=len(newcomers))
+            self._timeline.add("queue", self._queued_since, requests=len(new_requests))
             self._queued_since = taken  # of the requests that still wait, if any
-        return newcomers
+        return new_requests
 
     def _leave_out_cancelled(self, joining: Pending) -> None:
         """Forget callers who have gone, and requests that nobody waits for."""

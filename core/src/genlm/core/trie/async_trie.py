@@ -49,10 +49,11 @@ class TrieExecutor(Executor):
         return SUMS if request.operation is SUM else MAXIMA
 
     def step(
-        self, newcomers: Sequence[CombineRequest], dropped: Sequence[CombineRequest] = ()
+        self, new_requests: Sequence[CombineRequest], dropped: Sequence[CombineRequest] = ()
     ) -> Iterable[tuple[CombineRequest, Any]]:
-        """Answer all of ``newcomers``, which ask for the same operation. Wrong ones fail alone."""
-        return evaluate_isolated(self._combine, newcomers)
+        """Answer all of ``new_requests``, which ask for the same operation. Wrong ones fail
+        alone."""
+        return evaluate_isolated(self._combine, new_requests)
 
     def close(self) -> None:
         """Nothing to release."""

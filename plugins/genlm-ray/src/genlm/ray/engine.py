@@ -165,11 +165,11 @@ class RayEngine:
         dropped: Sequence[Request],
     ) -> list[Answer]:
         """Wait until something is answered, or :meth:`genlm_wake` is called."""
-        newcomers: list[Request] = [*queries, *samples, *scores]
+        new_requests: list[Request] = [*queries, *samples, *scores]
         for request in dropped:
             self._flying.pop(request, None)
-        self._flying.update(dict.fromkeys(newcomers, True))
-        self._orders.put(partial(self._fleet.step, newcomers, dropped))
+        self._flying.update(dict.fromkeys(new_requests, True))
+        self._orders.put(partial(self._fleet.step, new_requests, dropped))
         came = [self._answers.get()] if self._flying and self._failure is None else []
         while self._answers:
             came.append(self._answers.get())

@@ -72,10 +72,10 @@ class Fleet:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def step(self, newcomers: Iterable[Request], dropped: Iterable[Request]) -> None:
-        """Take newcomers, and forget what nobody waits for: also an equal request that is still in
-        flight, for its caller had the answer to one that was dropped as it was answered."""
-        jobs = {request: Job(request) for request in newcomers}
+    def step(self, new_requests: Iterable[Request], dropped: Iterable[Request]) -> None:
+        """Take new requests, and forget what nobody waits for: also an equal request that is still
+        in flight, for its caller had the answer to one that was dropped as it was answered."""
+        jobs = {request: Job(request) for request in new_requests}
         gone = (*dropped, *(jobs.keys() & self._flying.keys()))
         self._drop([job for request in gone if (job := self._flying.pop(request, None))])
         self._flying.update(jobs)

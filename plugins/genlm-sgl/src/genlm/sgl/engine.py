@@ -13,10 +13,10 @@ from genlm.core.errors import UnsupportedError
 from genlm.core.logs import get_logger
 from genlm.core.types import Request, SampleRequest, ScoreRequest
 from genlm.kit.memory import lower
-from genlm.kit.newcomers import forward_worth
+from genlm.kit.new_requests import tokens_per_forward
 from genlm.kit.scores import worth_scoring
 from genlm.sgl.internals import Scheduler
-from genlm.sgl.newcomers import Newcomer, Newcomers
+from genlm.sgl.new_requests import NewRequest, NewRequests
 from genlm.sgl.sampling import native_draw
 
 log = get_logger()
@@ -46,7 +46,7 @@ class SglEngine:
         device = next(self.model.parameters()).device
         self.device = str(device)
         self._in_flight: dict[str, Request] = {}
-        self._newcomers = Newcomers(scheduler, forward_worth(device.type))
+        self._new_requests = NewRequests(scheduler, tokens_per_forward(device.type))
         self._pinned: dict[Query, Any] = {}
         self._asked = 0
 
@@ -67,7 +67,7 @@ class SglEngine:
                 self._hide_padding(width)
             self._drop(dropped)
             answers = self._receive(queries, samples, scores)
-            self._newcomers.admit()
+            self._new_requests.admit()
             if self._in_flight:
                 answers += self._advance()
             return answers
@@ -114,7 +114,7 @@ class SglEngine:
         gone = set(requests)
         for key in [key for key, request in self._in_flight.items() if request in gone]:
             del self._in_flight[key]
-            if not self._newcomers.drop(key):
+            if not self._new_requests.drop(key):
                 self.scheduler.abort(key)
 
     def _take(self, request: Request, prompt: Query, **how: Any) -> None:
@@ -122,7 +122,7 @@ class SglEngine:
         key = f"{self._asked:016x}"
         self._in_flight[key] = request
         adapter = adapter_id(prompt.adapter) if prompt.adapter else None
-        self._newcomers.add(Newcomer(key, prompt, adapter, **how))
+        self._new_requests.add(NewRequest(key, prompt, adapter, **how))
 
     def _advance(self) -> list[Answer]:
         """One step: the answers to the requests that it finished."""
@@ -188,7 +188,7 @@ class SglEngine:
         """Drop everything in flight, and all state; the core pins again what was pinned."""
         log.warning("engine.recovering", backend="sgl", dropped=len(self._in_flight))
         self._in_flight.clear()
-        self._newcomers.clear()
+        self._new_requests.clear()
         self._pinned.clear()
         try:
             self.scheduler.drop_everything()
@@ -203,7 +203,7 @@ class SglEngine:
     @hookimpl
     def genlm_close(self) -> None:
         self._in_flight.clear()
-        self._newcomers.clear()
+        self._new_requests.clear()
         self._pinned.clear()
         del self.model
         self.scheduler.close()

@@ -21,8 +21,8 @@ from collections.abc import Hashable
 from typing import Any, cast
 
 from genlm.core.logs import get_logger
-from genlm.kit.newcomers import forward_worth
-from genlm.vllm.newcomers import Newcomers, is_text, readable
+from genlm.kit.new_requests import tokens_per_forward
+from genlm.vllm.new_requests import NewRequests, is_text, readable
 
 log = get_logger()
 
@@ -79,14 +79,14 @@ class Forks:
         # In this step: the admitted requests; and the sources, by how many full blocks they share.
         self._admitted: set[str] = set()
         self._sources: dict[int, Sources] = {}
-        self._newcomers = Newcomers(scheduler, self._size, self._known, _worth_a_step())
+        self._new_requests = NewRequests(scheduler, self._size, self._known, _worth_a_step())
         self._find, manager.get_computed_blocks = manager.get_computed_blocks, self._computed_blocks
         self._plan, scheduler.schedule = scheduler.schedule, self._schedule
 
     def _schedule(self, *args: Any, **options: Any) -> Any:
         self._admitted.clear()
         self._sources.clear()
-        with self._newcomers.held_back():
+        with self._new_requests.held_back():
             self._sources.clear()  # before it admits, vLLM may preempt some
             return self._plan(*args, **options)
 
@@ -157,7 +157,7 @@ class Forks:
 def _worth_a_step() -> int:
     from vllm.platforms import current_platform
 
-    return forward_worth(current_platform.device_type)
+    return tokens_per_forward(current_platform.device_type)
 
 
 def _beginning(request: Any, full: int) -> Hashable:

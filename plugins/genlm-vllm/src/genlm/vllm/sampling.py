@@ -7,7 +7,7 @@ from typing import Any
 from genlm.core.types import SampleRequest, SamplingParams
 from genlm.vllm.capture import ROW_KEY
 from genlm.vllm.internals import EngineCore
-from genlm.vllm.newcomers import READS_KEY
+from genlm.vllm.new_requests import READS_KEY
 
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and treats the very lowest as 0
 HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher ones

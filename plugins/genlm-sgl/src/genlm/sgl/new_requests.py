@@ -12,13 +12,13 @@ from typing import Any
 from attrs import define
 
 from genlm.core import Query
-from genlm.kit.newcomers import EACH, Leaders
+from genlm.kit.new_requests import EACH, Leaders
 from genlm.kit.prefixes import key_of
 from genlm.sgl.internals import Scheduler
 
 
 @define(eq=False)
-class Newcomer:
+class NewRequest:
     """One request.
 
     Attributes:
@@ -47,7 +47,7 @@ class Newcomer:
         return key_of(adapter.version if adapter else 0, self.query.token_ids[: self.unscored])
 
 
-class Newcomers:
+class NewRequests:
     """Those of one engine.
 
     Args:
@@ -58,12 +58,12 @@ class Newcomers:
     def __init__(self, scheduler: Scheduler, worth: int) -> None:
         self._scheduler = scheduler
         self._each = max(EACH, scheduler.page_size)
-        self._leaders: Leaders[Newcomer] = Leaders(worth, self._each)
-        self._waiting: dict[str, Newcomer] = {}
-        self._begun: list[Newcomer] = []  # those in SGLang for which others may wait
+        self._leaders: Leaders[NewRequest] = Leaders(worth, self._each)
+        self._waiting: dict[str, NewRequest] = {}
+        self._begun: list[NewRequest] = []  # those in SGLang for which others may wait
 
-    def add(self, newcomer: Newcomer) -> None:
-        self._waiting[newcomer.key] = newcomer
+    def add(self, new_request: NewRequest) -> None:
+        self._waiting[new_request.key] = new_request
 
     def drop(self, key: str) -> bool:
         """Whether it was here; else SGLang has it."""
@@ -84,11 +84,13 @@ class Newcomers:
         for each in [each for each in self._waiting.values() if each not in wait]:
             self._submit(self._waiting.pop(each.key))
 
-    def _may_share(self, newcomer: Newcomer) -> bool:
-        query = newcomer.query
-        return self._scheduler.keeps_prompts and newcomer.unscored > self._each and not query.cold
+    def _may_share(self, new_request: NewRequest) -> bool:
+        query = new_request.query
+        return (
+            self._scheduler.keeps_prompts and new_request.unscored > self._each and not query.cold
+        )
 
-    def _that_wait(self, some: list[Newcomer]) -> set[Newcomer]:
+    def _that_wait(self, some: list[NewRequest]) -> set[NewRequest]:
         found = self._scheduler.known([(each.query.token_ids, each.adapter) for each in some])
         known = dict(zip(some, found, strict=True))
         return self._leaders.waiting(
@@ -97,13 +99,13 @@ class Newcomers:
             lambda one, shared: min(known[one], shared),
         )
 
-    def _submit(self, newcomer: Newcomer) -> None:
+    def _submit(self, new_request: NewRequest) -> None:
         # Nothing was ever cached in a cold query's own namespace.
         self._scheduler.submit(
-            newcomer.key,
-            newcomer.query.token_ids,
-            adapter=newcomer.adapter,
-            namespace=f"cold-{newcomer.key}" if newcomer.query.cold else None,
-            draw=newcomer.draw,
-            scored_from=newcomer.unscored if newcomer.scored else None,
+            new_request.key,
+            new_request.query.token_ids,
+            adapter=new_request.adapter,
+            namespace=f"cold-{new_request.key}" if new_request.query.cold else None,
+            draw=new_request.draw,
+            scored_from=new_request.unscored if new_request.scored else None,
         )

@@ -35,7 +35,7 @@ TIMES = 8
 CROWDED = ("a row", "a draw of 2 tokens", "a score of 2 tokens", "a row that was asked first")
 
 
-class CompanyClauses:
+class ContentionClauses:
     """Long work and short work together, and whose turn it is."""
 
     def test_nobody_waits_behind_a_crowd(self, live: Subject) -> None:
@@ -55,7 +55,7 @@ class CompanyClauses:
 
         async def one_of_the_crowd(number: int) -> None:
             nonlocal answered
-            if number % 2:  # half of them begin a call later, so newcomers come with every call
+            if number % 2:  # half of them begin a call later, so new requests come with every call
                 await call_ended.wait()
             for context in left:  # who is answered sooner asks more
                 await live.lm.next_token_logprobs(context)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from genlm.kit.newcomers import EACH, Leaders
+from genlm.kit.new_requests import EACH, Leaders
 from genlm.kit.prefixes import key_of
 
 #: In ``SamplingParams.extra_args``, int: take over no more first tokens than this: of those behind,
@@ -19,7 +19,7 @@ from genlm.kit.prefixes import key_of
 READS_KEY = "genlm_reads"
 
 
-class Newcomers:
+class NewRequests:
     """Those of one scheduler.
 
     Args:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm.kit.newcomers import EACH, Leaders, forward_worth
+from genlm.kit.new_requests import EACH, Leaders, tokens_per_forward
 from genlm.kit.prefixes import key_of
 
 WORTH = 40
@@ -31,7 +31,7 @@ def test_nobody_waits_for_less_than_a_forward():
     new = keys(*((*START, last) for last in range(2)))
     assert not Leaders(WORTH).waiting({}, new, nothing), "it saves 20 tokens"
     assert Leaders(20).waiting({}, new, nothing)
-    assert forward_worth("cuda") > forward_worth("cpu") == WORTH
+    assert tokens_per_forward("cuda") > tokens_per_forward("cpu") == WORTH
 
 
 def test_nobody_waits_for_few_tokens_of_its_own():

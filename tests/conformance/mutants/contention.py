@@ -23,30 +23,30 @@ class Continuous(ContinuousMockEngine):
     def genlm_step(self, queries, samples, scores, dropped):
         return self.step([*queries, *samples, *scores], dropped)
 
-    def step(self, newcomers, dropped):
-        return self.advance(newcomers, dropped)
+    def step(self, new_requests, dropped):
+        return self.advance(new_requests, dropped)
 
 
 @breaks("nobody_is_passed_over", "https://github.com/sgl-project/sglang/issues/32549")
-class NewcomersFirst(Continuous):
-    """Newcomers are served before those in flight, who wait as long as newcomers come."""
+class NewRequestsFirst(Continuous):
+    """New requests are served before those in flight, who wait as long as new requests come."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **{**options, "steps": 1})
 
-    def step(self, newcomers, dropped):
+    def step(self, new_requests, dropped):
         for request in dropped:
             del self._in_flight[request]
-        if not newcomers:
+        if not new_requests:
             return self.advance([])
         waiting, self._in_flight = self._in_flight, {}
-        answers = self.advance(newcomers)
+        answers = self.advance(new_requests)
         self._in_flight = {**waiting, **self._in_flight}
         return answers
 
 
 @breaks("nobody_is_passed_over")
-class NewcomersFirstInThisProcess(NewcomersFirst):
+class NewRequestsFirstInThisProcess(NewRequestsFirst):
     """No step is cut short."""
 
     genlm_wake = None
@@ -56,11 +56,11 @@ class NewcomersFirstInThisProcess(NewcomersFirst):
 class DrawsEndTogether(Continuous):
     """A batch of draws is returned when the longest of them ends."""
 
-    def step(self, newcomers, dropped):
+    def step(self, new_requests, dropped):
         longest = max(
-            (r.params.max_tokens for r in newcomers if isinstance(r, SampleRequest)), default=0
+            (r.params.max_tokens for r in new_requests if isinstance(r, SampleRequest)), default=0
         )
-        answers = self.advance(newcomers, dropped)
+        answers = self.advance(new_requests, dropped)
         ended = [a for a in answers if isinstance(a.request, SampleRequest) and longest > 1]
         for answer in ended:
             self._in_flight[answer.request] = longest
@@ -71,22 +71,22 @@ class DrawsEndTogether(Continuous):
 class RowsWaitForTheDraw(Continuous):
     """While a draw is in flight, rows are admitted and make no progress."""
 
-    def step(self, newcomers, dropped):
-        in_flight = [*self._in_flight, *newcomers]
+    def step(self, new_requests, dropped):
+        in_flight = [*self._in_flight, *new_requests]
         if any(isinstance(request, SampleRequest) for request in in_flight):
             for request in in_flight:
                 if isinstance(request, Query):
                     self._in_flight[request] = self._steps + 1
-            newcomers = [request for request in newcomers if not isinstance(request, Query)]
-        return self.advance(newcomers, dropped)
+            new_requests = [request for request in new_requests if not isinstance(request, Query)]
+        return self.advance(new_requests, dropped)
 
 
 @breaks("cancelled_draw_ends")
 class DroppedDrawsRunOn(Continuous):
     """What is dropped is drawn to its end, and then answered."""
 
-    def step(self, newcomers, dropped):
-        answers = self.advance(newcomers)
+    def step(self, new_requests, dropped):
+        answers = self.advance(new_requests)
         while any(request in self._in_flight for request in dropped):
             answers += self.advance([])
         return answers
@@ -96,10 +96,10 @@ class DroppedDrawsRunOn(Continuous):
 class DroppedDrawKeepsItsAdapter(Keeping, Continuous, in_use=list):
     """A draw that is dropped does not give back its adapter, so that one is never unloaded."""
 
-    def step(self, newcomers, dropped):
+    def step(self, new_requests, dropped):
         draws = [r for r in dropped if isinstance(r, SampleRequest)]
         self.in_use += [draw.query.adapter for draw in draws if draw.query.adapter]
-        return self.advance(newcomers, dropped)
+        return self.advance(new_requests, dropped)
 
     @hookimpl
     def genlm_remove_lora(self, adapter):
@@ -112,8 +112,8 @@ class DroppedDrawKeepsItsAdapter(Keeping, Continuous, in_use=list):
 class StepsShareOneBuffer(Keeping, Continuous, buffer=lambda: torch.empty(64, 258)):
     """The rows of every step are views of one buffer, which the next step writes."""
 
-    def step(self, newcomers, dropped):
-        answers = self.advance(newcomers, dropped)
+    def step(self, new_requests, dropped):
+        answers = self.advance(new_requests, dropped)
         for i, answer in enumerate(answers[:64]):
             if isinstance(answer.request, Query):
                 answers[i] = answer._replace(result=self.buffer[i].copy_(answer.result))
@@ -136,9 +136,9 @@ class WakeTakesTheLock(Keeping, Continuous, lock=threading.Lock):
         with self.lock:
             super().genlm_wake()
 
-    def step(self, newcomers, dropped):
+    def step(self, new_requests, dropped):
         with self.lock:
-            return self.advance(newcomers, dropped)
+            return self.advance(new_requests, dropped)
 
 
 @breaks("close_fails_what_is_pending", hangs=True)
@@ -191,7 +191,7 @@ class AbortMeetsTheSameRequestAgain(WorkingEngine):
 
 @breaks("cancelled_requests_leave_nothing", "https://github.com/sgl-project/sglang-jax/pull/1008")
 class ProgressOfADroppedPrompt(WorkingEngine):
-    """A newcomer begins with what was computed of a prompt that was dropped half-way."""
+    """A new request begins with what was computed of a prompt that was dropped half-way."""
 
     left: list[int] = []  # noqa: RUF012  (never changed)
 

@@ -1,4 +1,4 @@
-"""A beginning that several newcomers have is computed once."""
+"""A beginning that several new requests have is computed once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_draws_of_a_new_prompt_wait_for_it_and_for_no_draw(hooks, contexts):
     hooks.step(dropped=[draw])
 
 
-def test_newcomers_wait_for_a_prompt_that_is_half_computed(hooks, contexts):
+def test_new_requests_wait_for_a_prompt_that_is_half_computed(hooks, contexts):
     (prompt,) = contexts(1, 200, 200)
     siblings = list(map(Query, beginning_with(prompt, 3)))
     with patch.object(hooks.model, "forward", wraps=hooks.model.forward) as forward:

@@ -125,7 +125,7 @@ def test_who_leaves_holds_nobody_up(engine, leaves, steps):
 
 
 def test_one_for_which_there_is_no_room_holds_nobody_up(engine):
-    """Draws take 21 of the cache's 27 blocks. The longest of the newcomers needs more than the
+    """Draws take 21 of the cache's 27 blocks. The longest of the new requests needs more than the
     rest, and would go first."""
     draws = [SampleRequest(Query(text(seed, 200)), LONG) for seed in (1, 2, 3)]
     answers = engine.step(*draws)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 EACH = 2
 
 
-def forward_worth(device_type: str) -> int:
+def tokens_per_forward(device_type: str) -> int:
     """So many tokens take as long as a forward more."""
     return 40 if device_type == "cpu" else 1024
 
