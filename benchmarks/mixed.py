@@ -12,7 +12,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from benchmarks.protocol import Bench, main
@@ -120,18 +120,19 @@ def counter() -> Any:
             self._begun = 0
             self._made = threading.Condition()
 
-        @hookimpl(wrapper=True)
-        def genlm_step(
-            self, queries: Any, samples: Any, scores: Any, dropped: Any
-        ) -> Iterator[None]:
-            with self._made:
-                self._begun += 1
-                self._made.notify_all()
-            answers = yield
-            with self._made:
-                self.count += 1
-                self._made.notify_all()
-            return answers
+        @hookimpl
+        def genlm_call_begins(self, hook: str) -> None:
+            if hook == "genlm_step":
+                with self._made:
+                    self._begun += 1
+                    self._made.notify_all()
+
+        @hookimpl
+        def genlm_call_ended(self, hook: str, error: object) -> None:
+            if hook == "genlm_step" and error is None:
+                with self._made:
+                    self.count += 1
+                    self._made.notify_all()
 
         def wait_for(self, more: int) -> None:
             with self._made:

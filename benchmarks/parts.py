@@ -111,12 +111,10 @@ def batches_of() -> Any:
         def __init__(self) -> None:
             self.contexts: list[list[Ids]] = []
 
-        @hookimpl(wrapper=True)
-        def genlm_step(self, queries: Any) -> Any:
-            answers = yield
-            if answers:
-                self.contexts.append([answer.request.token_ids for answer in answers])
-            return answers
+        @hookimpl
+        def genlm_call_ended(self, hook: str, result: Any) -> None:
+            if hook == "genlm_step" and result:
+                self.contexts.append([answer.request.token_ids for answer in result])
 
     return Batches()
 

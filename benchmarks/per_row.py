@@ -218,10 +218,15 @@ def count_kernels(bench: Bench, folder: str) -> None:
     launched = Launched()
 
     class Counting:
-        @hookimpl(wrapper=True)
-        def genlm_step(self) -> Any:
-            with launched:
-                return (yield)
+        @hookimpl
+        def genlm_call_begins(self, hook: str) -> None:
+            if hook == "genlm_step":
+                launched.__enter__()
+
+        @hookimpl
+        def genlm_call_ended(self, hook: str) -> None:
+            if hook == "genlm_step":
+                launched.__exit__(None, None, None)
 
     with (
         mock.patch.dict(COSTS, clear=True),

@@ -43,7 +43,8 @@ def test_the_examples_of_a_module(name: str) -> None:
         TokenCharacterTrie,
         next_bytes_logprob,
         decode_vocab,
-        hookspecs,
+        hookspecs.genlm_process_logprobs,
+        hookspecs.genlm_call_ended,
     ],
     ids=lambda thing: thing.__name__,
 )

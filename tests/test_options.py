@@ -18,9 +18,8 @@ from .doubles import Processor
 
 
 class Watcher:
-    @hookimpl(wrapper=True)
-    def genlm_next_token_logprobs(self, queries):
-        return (yield)
+    @hookimpl
+    def genlm_call_begins(self, hook): ...
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""What wrappers may do: change rows, by one hook, and observe all others."""
+"""What wrappers may do: change rows, and observe the calls of the engine's hooks."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections import deque
 
 import pytest
@@ -13,9 +14,9 @@ import torch
 from genlm.core import (
     AsyncLM,
     BackendImportError,
+    EngineDeadError,
     EngineError,
     PluginError,
-    Query,
     hookimpl,
     load_model_by_name,
 )
@@ -121,6 +122,47 @@ def test_a_row_whose_mass_is_all_on_tokens_that_the_model_lacks_has_none():
             lm.sample_sync([1], 3, [])
 
 
+@engines
+@pytest.mark.parametrize("check", [None, True])
+def test_of_several_the_one_whose_rows_are_not_normalised_is_named(engine, check):
+    def sharpened(queries, rows):
+        return 2 * rows
+
+    named = type("Sharpened", (Processor,), {})
+    given = [Processor(same), named(sharpened), Processor(same)]
+    with opened(engine, *given, check=check) as lm:
+        with pytest.raises(PluginError) as raised:
+            lm.next_token_logprobs_sync([1])
+        assert re.match(
+            r"\S*Sharpened: genlm_process_logprobs returned a row with", str(raised.value)
+        )
+
+
+@engines
+def test_rows_in_a_buffer_that_the_next_call_uses_again_stay_right(engine):
+    """A batch that is split after an error calls the hook again before the first rows are copied,
+    and a caller of several rows may wait for the next step."""
+    buffer = torch.zeros(8, 258)
+
+    def refusing(queries, rows):
+        if any(query.token_ids == (3,) for query in queries):
+            raise KeyError("no rule for this context")
+        buffer[: len(rows)] = (2 * rows).log_softmax(-1)
+        return buffer[: len(rows)]
+
+    def expected(i):
+        return (2 * row_of(i)).log_softmax(-1)
+
+    with opened(engine, Processor(refusing)) as lm:
+        rows = gathered(*(lm.next_token_logprobs([i]) for i in range(5)))
+        for i in (0, 1, 2, 4):
+            torch.testing.assert_close(rows[i], expected(i))
+            torch.testing.assert_close(lm.next_token_logprobs_sync([i]), expected(i))  # the cache
+    with opened(engine, Processor(refusing), batch_size=1) as lm:
+        rows = lm.batch_next_token_logprobs_sync([[1], [2]])
+        torch.testing.assert_close(rows, torch.stack([expected(1), expected(2)]))
+
+
 def test_several_apply_in_the_order_given():
     order = []
 
@@ -167,7 +209,7 @@ def test_what_a_processor_raises_names_it_and_concerns_one_request_alone(engine,
         assert [type(row) for row in rows] == [torch.Tensor] * 2 + [PluginError] + [torch.Tensor]
         for word in ("Processor", "genlm_process_logprobs", said):
             assert word in str(rows[2])
-        assert isinstance(rows[2].__cause__, Exception | PanicException)
+        assert rows[2].__cause__ is not None
         assert torch.equal(lm.next_token_logprobs_sync([3]), rows[3])
         assert len(asked) == calls, "the rows of the others are kept"
         assert calls == (1 if engine is MockEngine else 2), "the engine was asked again"
@@ -176,7 +218,7 @@ def test_what_a_processor_raises_names_it_and_concerns_one_request_alone(engine,
 @pytest.mark.parametrize(
     ("returned", "wrong"),
     [
-        (lambda rows: None, "NoneType, not a tensor"),
+        (lambda rows: None, "None, not a tensor"),
         (lambda rows: rows[:, 1:], r"shape \(1, 257\)"),
         (lambda rows: rows.double(), r".*torch.float64, .*\(\.float\(\) converts\)"),
         (lambda rows: rows.to("meta"), "a .* tensor on meta; give a dense one"),
@@ -244,43 +286,6 @@ def with_hook(hook, function, **marks):
     return type("Given", (), {hook: hookimpl(**marks)(function)})()
 
 
-def around(*hooks):
-    """An object that observes these hooks."""
-
-    def observe(self):
-        yield
-
-    return type("Observer", (), {hook: hookimpl(wrapper=True)(observe) for hook in hooks})()
-
-
-ROWS, STEP = "genlm_next_token_logprobs", "genlm_step"
-
-
-@pytest.mark.parametrize(
-    ("engine", "others", "hooks", "remedy"),
-    [
-        (ContinuousMockEngine, [], [ROWS], STEP),
-        (ContinuousMockEngine, [], [ROWS, "genlm_sample", "genlm_add_lora"], STEP),
-        (MockEngine, [], [STEP], ROWS),
-        (MockEngine, [Processor(None)], ["genlm_sample"], ROWS),
-        (MockEngine, [], ["genlm_process_logprobs"], ROWS),
-        (MockEngine, [], ["genlm_load", "genlm_backend_info"], ROWS),
-    ],
-)
-def test_an_observer_that_is_never_called_is_refused(engine, others, hooks, remedy):
-    with pytest.raises(PluginError) as refused:
-        opened(engine, *others, around(*hooks))
-    said = str(refused.value)
-    assert "Observer" in said
-    assert f"let it go around {remedy}" in said
-    assert "genlm_process_logprobs" in said
-
-
-@pytest.mark.parametrize("hooks", [[ROWS, STEP], ["genlm_add_lora"]])
-def test_an_observer_that_may_be_called_is_accepted(hooks):
-    opened(ContinuousMockEngine, around(*hooks)).close()
-
-
 class Unmarked:
     def genlm_process_logprobs(self, rows):
         return rows
@@ -289,17 +294,25 @@ class Unmarked:
 async def asynchronous(self, rows): ...
 
 
+def around(self):
+    yield
+
+
 @pytest.mark.parametrize(
     ("wrapper", "said"),
     [
-        (object(), r"wrapper builtins.object has no hook; mark its methods"),
+        (object(), r"wrapper builtins.object has no hook; to change rows, implement"),
         (Unmarked(), "wrapper .*Unmarked: genlm_process_logprobs is not marked"),
         (Unmarked.genlm_process_logprobs, "Unmarked.genlm_process_logprobs is a function; make it"),
-        (with_hook("genlm_close", lambda self: None), "wrapper .*Given .* would shadow"),
         (
-            with_hook("genlm_close", lambda self: None, wrapper=True),
-            "Given: genlm_close is a wrapper without a yield; write",
+            with_hook("genlm_close", lambda self: None),
+            "wrapper .*Given .* would shadow .*; to change",
         ),
+        (
+            with_hook("genlm_step", around, wrapper=True),
+            "Given: genlm_step is marked as a wrapper.*genlm_process_logprobs.*genlm_call_begins",
+        ),
+        (with_hook("genlm_process_logprobs", around, hookwrapper=True), "marked as a wrapper"),
         (
             with_hook("genlm_process_logprobs", asynchronous),
             "Given: genlm_process_logprobs is async; hooks are plain",
@@ -319,172 +332,144 @@ def test_what_is_no_wrapper_is_refused(wrapper, said):
         opened(MockEngine, wrapper)
 
 
+def test_an_engine_whose_hook_is_marked_as_a_wrapper_is_refused():
+    class Around(MockEngine):
+        @hookimpl(wrapper=True)
+        def genlm_next_token_logprobs(self):
+            return (yield)
+
+    with pytest.raises(PluginError, match=r"Around .*_logprobs is marked as a wrapper"):
+        opened(Around)
+
+
+def test_other_marks_do_what_pluggy_says():
+    class Marked:
+        @property
+        def lacking(self):
+            raise AssertionError("no property is read")
+
+        @hookimpl(specname="genlm_process_logprobs")
+        def sharper(self, rows):
+            return (2 * rows).log_softmax(-1)
+
+        @hookimpl(optionalhook=True)
+        def genlm_of_a_later_version(self):
+            return None
+
+        @staticmethod
+        @hookimpl
+        def genlm_call_ended(hook):
+            ended.append(hook)
+
+    ended = []
+    with opened(MockEngine, Marked()) as lm:
+        torch.testing.assert_close(
+            lm.next_token_logprobs_sync([1]), (2 * row_of(1)).log_softmax(-1)
+        )
+    assert ended == ["genlm_next_token_logprobs", "genlm_close"]
+
+
 # --- observing ------------------------------------------------------------------------------------
 
 
-class Both:
-    """Goes around batches and steps."""
+class Observer:
+    """Does something at the end of each evaluation."""
 
-    @hookimpl(wrapper=True)
-    def genlm_step(self):
-        return (yield from self.observe())
+    def __init__(self, happens):
+        self.happens = happens
 
-    genlm_next_token_logprobs = genlm_step
-
-
-class Interfering(Both):
-    """Does not only observe: once."""
-
-    def __init__(self, how):
-        self.how = how
-        self.done = False
-
-    def observe(self):
-        result = yield
-        if self.done or not len(result):
-            return result
-        self.done = True
-        return self.how(result)
+    @hookimpl
+    def genlm_call_ended(self, hook, result, error):
+        if hook in ("genlm_step", "genlm_next_token_logprobs", "genlm_sample"):
+            self.happens(result, error)
 
 
 @engines
-@pytest.mark.parametrize(
-    "how",
-    [
-        lambda result: isinstance(result, list) and result.pop(0),
-        lambda result: {Query((9,)): OSError("of no request"), Query((1,)): "no error"},
-        lambda result: 5,
-    ],
-)
-def test_what_else_an_observer_returns_is_ignored(engine, how):
-    wrapper = Interfering(how)
-    contexts = [(1,), (2,), (3,)]
-    with opened(engine, wrapper, check=True) as lm:
-        rows = gathered(*map(lm.next_token_logprobs, contexts))
-        assert lm.stats.failed_calls == 0
-    for row, context in zip(rows, contexts, strict=True):
-        assert torch.equal(row, row_of(*context))
-    assert wrapper.done
+def test_every_call_but_a_wake_is_announced_and_ended(engine):
+    told = []
+
+    class Both:
+        @hookimpl
+        def genlm_call_begins(self, hook, arguments):
+            told.append((hook, [*arguments]))
+
+        @hookimpl
+        def genlm_call_ended(self, hook, arguments, result, error):
+            began, names = told.pop()
+            assert (began, names) == (hook, [*arguments])
+            assert error is None
+            seen.append(hook)
+
+    seen = []
+    with opened(engine, Both()) as lm:
+        lm.next_token_logprobs_sync([1])
+        lm.add_new_lora("first", "folder")
+        lm.clear_kv_cache()
+    evaluated = ["genlm_next_token_logprobs"] if engine is MockEngine else 2 * ["genlm_step"]
+    assert not told
+    assert seen == [*evaluated, "genlm_add_lora", "genlm_clear_kv_cache", "genlm_close"]
 
 
 @engines
-def test_an_observer_that_writes_into_what_it_sees_is_named(engine):
-    class Reverses:
-        @hookimpl(wrapper=True)
-        def genlm_sample(self):
-            (yield)[0].reverse()
+def test_an_observer_sees_the_error_of_a_call_and_callers_get_it(engine):
+    seen = []
+    with opened(
+        failing(engine), Observer(lambda result, error: seen.append((result, error)))
+    ) as lm:
+        row, failed = gathered(lm.next_token_logprobs([1]), lm.next_token_logprobs([2]))
+    assert torch.equal(row, row_of(1))
+    assert isinstance(failed, EngineError)
+    assert "told to fail" in str(failed)
+    assert [(result, "told to fail" in str(error)) for result, error in seen if error] == [
+        (None, True)
+    ] * 2  # both together, and the one alone
 
-        @hookimpl(wrapper=True)
-        def genlm_step(self):
-            for answer in (yield):
-                answer.result.reverse()
 
+@engines
+def test_what_an_observer_takes_out_of_a_result_is_not_lost(engine):
+    kinds = set()
+
+    def spoil(result, error):
+        kinds.update(type(getattr(one, "result", one)) for one in result)
+        for change in (lambda: result.pop(), lambda: result[0].reverse()):
+            with pytest.raises(AttributeError):
+                change()
+
+    with opened(engine, Observer(spoil)) as lm, opened(engine) as sound:
+        draws = [m.sample_sync([1], 4, [], seed=1) for m in (lm, sound)]
+        assert draws[0] == draws[1]
+    assert kinds <= {tuple, int}
+
+
+@engines
+def test_arguments_are_read_only(engine):
     class Pops:
-        @hookimpl(wrapper=True)
-        def genlm_next_token_logprobs(self, queries):
-            yield queries.pop(0)
+        @hookimpl
+        def genlm_call_begins(self, arguments):
+            with pytest.raises(AttributeError):
+                arguments.clear()
+            with pytest.raises(AttributeError):
+                arguments.get("queries", ()).sort()
 
-        @hookimpl(wrapper=True)
-        def genlm_step(self, queries):
-            yield queries.sort()
+    with structlog.testing.capture_logs() as logs, opened(engine, Pops()) as lm:
+        assert torch.equal(lm.next_token_logprobs_sync([1]), row_of(1))
+    assert not [log for log in logs if log["event"] == "observer.failed"]
 
-    def spoil(result):
-        row = result[0]
-        getattr(row, "result", row).zero_()
 
-    written = r": genlm_\w+ wrote into what the engine gave"
-    with opened(engine, Reverses()) as lm, pytest.raises(PluginError, match="Reverses" + written):
-        lm.sample_sync([1], 4, [], seed=1)
-    with opened(engine, Interfering(spoil)) as lm:
-        with pytest.raises(PluginError, match="Interfering" + written):
+@engines
+def test_an_observer_that_writes_into_rows_is_named_where_results_are_checked(engine):
+    def spoil(result, error):
+        for row in result:
+            getattr(row, "result", row).zero_()
+
+    with opened(engine, Observer(spoil), check=True) as lm:
+        with pytest.raises(PluginError, match="Observer: genlm_call_ended wrote into what the eng"):
             lm.next_token_logprobs_sync([1])
-        assert torch.equal(lm.next_token_logprobs_sync([1]), row_of(1))
-    with opened(engine, Pops()) as lm:
-        for _ in range(2):
-            with pytest.raises(PluginError, match=r"Pops: .* 'tuple' object has no attribute"):
-                lm.batch_next_token_logprobs_sync([[1], [2]])
-
-
-@pytest.mark.parametrize("kind", [tuple, deque])
-def test_draws_and_scores_in_any_sequence_are_not_written_into(kind):
-    class Own(MockEngine):
-        @hookimpl
-        def genlm_sample(self, queries, params):
-            return kind(map(kind_of_draw, super().genlm_sample(queries, params)))
-
-        @hookimpl
-        def genlm_sequence_logprobs(self, queries, continuations):
-            return kind(super().genlm_sequence_logprobs(queries, continuations))
-
-    kind_of_draw = deque if kind is deque else list
-
-    class Spoils:
-        @hookimpl(wrapper=True)
-        def genlm_sample(self):
-            (yield)[0].reverse()
-
-        @hookimpl(wrapper=True)
-        def genlm_sequence_logprobs(self):
-            (yield)[0].zero_()
-
-    with opened(Own, Spoils()) as lm:
-        with pytest.raises(PluginError, match="Spoils: genlm_sample wrote into"):
-            lm.sample_sync([1], 4, [], seed=1)
-        with pytest.raises(PluginError, match="Spoils: genlm_sequence_logprobs wrote into"):
-            lm.sequence_logprobs_sync([1], [2, 3])
-
-
-def test_answers_may_come_from_a_generator():
-    class Lazy(ContinuousMockEngine):
-        @hookimpl
-        def genlm_step(self, queries):
-            yield from self.advance(queries)
-
-    with opened(Lazy, around(STEP), check=True) as lm:
-        assert torch.equal(lm.next_token_logprobs_sync([1]), row_of(1))
-
-
-class Refusing:
-    """Names requests to fail: draws when they come, rows when they are there."""
-
-    def failing(self, requests):
-        return {
-            request: OSError("not today")
-            for request in requests
-            if getattr(request, "token_ids", (2,)) == (2,)
-        }
-
-    @hookimpl(wrapper=True)
-    def genlm_sample(self, queries):
-        yield
-        return self.failing(queries)
-
-    genlm_next_token_logprobs = genlm_process_logprobs = genlm_sample
-
-    @hookimpl(wrapper=True)
-    def genlm_step(self, samples):
-        answers = yield
-        return self.failing([*samples, *(answer.request for answer in answers)])
+        assert lm.stats.failed_calls == 0
 
 
 @engines
-@pytest.mark.parametrize("others", [[], [Processor(same)]])
-def test_a_wrapper_may_fail_requests_by_name(engine, others):
-    with opened(engine, *others, Refusing()) as lm:
-        row, refused, draw = gathered(
-            lm.next_token_logprobs([1]), lm.next_token_logprobs([2]), lm.sample([2], 2, [], seed=1)
-        )
-        assert torch.equal(row, row_of(1))
-        for error in (refused, draw):
-            assert isinstance(error, PluginError)
-            assert "Refusing: genlm_" in str(error)
-            assert "OSError: not today" in str(error)
-            assert isinstance(error.__cause__, OSError)
-        assert lm.stats.failed_calls == 0, "the engine was not asked again"
-
-
-@engines
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("hook", ["genlm_call_begins", "genlm_call_ended"])
 @pytest.mark.parametrize(
     ("raised", "said"),
     [
@@ -493,71 +478,62 @@ def test_a_wrapper_may_fail_requests_by_name(engine, others):
         (PanicException(), "PanicException"),
     ],
 )
-def test_what_an_observer_raises_names_it_and_the_engine_goes_on(engine, before, raised, said):
-    left = [raised]
+def test_an_observer_that_raises_is_named_in_the_log_once_and_fails_nothing(
+    engine, hook, raised, said
+):
+    def broken(self):
+        raise raised
 
-    class Broken(Both):
-        def observe(self):
-            if before and left:
-                raise left.pop()
-            result = yield
-            if left and len(result):
-                raise left.pop()
-            return result
-
-    def answers(lm):
-        return gathered(lm.next_token_logprobs([1]), lm.sample([3], 3, [], seed=1))
-
-    with opened(engine, Broken()) as lm, opened(engine) as sound:
-        met = [answer for answer in answers(lm) if isinstance(answer, Exception)]
-        assert met
-        for error in met:
-            assert isinstance(error, PluginError)
-            assert "Broken" in str(error)
-            assert said in str(error)
-            assert "backend" not in str(error)
-        for answer, right in zip(answers(lm), answers(sound), strict=True):
-            assert list(answer) == list(right)
-
-
-def test_a_wrapper_that_yields_twice_is_named_and_ended():
-    ended = []
-
-    class Twice(Both):
-        def observe(self):
-            result = yield
-            try:
-                yield
-            finally:
-                ended.append(result)
-
-    with (
-        opened(MockEngine, Twice()) as lm,
-        pytest.raises(PluginError, match=r"Twice: .*yields a second time"),
-    ):
-        lm.next_token_logprobs_sync([1])
-    assert ended
-
-
-@engines
-def test_the_engines_error_stays_the_one_to_report(engine):
     seen = []
+    broken = with_hook(hook, broken)
+    with (
+        structlog.testing.capture_logs() as logs,
+        opened(engine, broken, Observer(lambda result, error: seen.append(result))) as lm,
+    ):
+        row, draw = gathered(lm.next_token_logprobs([1]), lm.sample([3], 3, [], seed=1))
+    with opened(engine) as sound:
+        assert torch.equal(row, row_of(1))
+        assert draw == sound.sample_sync([3], 3, [], seed=1)
+    assert seen, "the other observer was notified"
+    (failed,) = [log for log in logs if log["event"] == "observer.failed"]
+    assert f"Given: {hook} raised" in failed["error"]
+    assert said in failed["error"]
 
-    class Swallowing(Both):
-        def observe(self):
-            try:
-                return (yield)
-            except Exception as error:
-                seen.append(error)
-                raise ValueError("another") from error
 
-    with structlog.testing.capture_logs() as logs, opened(failing(engine), Swallowing()) as lm:
-        row, failed = gathered(lm.next_token_logprobs([1]), lm.next_token_logprobs([2]))
-    assert isinstance(row, torch.Tensor)
-    assert isinstance(failed, EngineError)
-    assert "told to fail" in str(failed)
-    assert seen
-    assert any("another" in log.get("error", "") for log in logs)
+def test_an_observer_that_ends_the_program_ends_the_model():
+    def leave(result, error):
+        raise SystemExit
+
+    with opened(MockEngine, Observer(leave)) as lm, pytest.raises(EngineDeadError):
+        lm.next_token_logprobs_sync([1])
+
+
+@pytest.mark.parametrize("kind", [tuple, deque])
+def test_draws_and_scores_may_come_in_any_sequence(kind):
+    class Own(MockEngine):
+        @hookimpl
+        def genlm_sample(self, queries, params):
+            return kind(map(kind, super().genlm_sample(queries, params)))
+
+        @hookimpl
+        def genlm_sequence_logprobs(self, queries, continuations):
+            return kind(super().genlm_sequence_logprobs(queries, continuations))
+
+    def results(lm):
+        return lm.sample_sync([1], 4, [], seed=1), lm.sequence_logprobs_sync([1], [2, 3]).tolist()
+
+    with opened(Own, Observer(lambda result, error: None)) as lm, opened(MockEngine) as sound:
+        assert results(lm) == results(sound)
+
+
+def test_answers_may_come_from_a_generator():
+    class Lazy(ContinuousMockEngine):
+        @hookimpl
+        def genlm_step(self, queries):
+            yield from self.advance(queries)
+
+    with opened(Lazy, Observer(lambda result, error: None), check=True) as lm:
+        assert torch.equal(lm.next_token_logprobs_sync([1]), row_of(1))
 
 
 @engines

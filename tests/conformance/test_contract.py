@@ -190,7 +190,7 @@ def test_after_some_right_rows_no_more_are_looked_at(load, base):
 def test_the_first_rows_of_a_wrapper_are_looked_at(load, change):
     lm = load(MockEngine, wrappers=[Processor(lambda _, rows: change(rows))])
     for i in range(2 * FIRST):
-        with pytest.raises(PluginError, match="a wrapper's genlm_process_logprobs returned"):
+        with pytest.raises(PluginError, match="Processor: genlm_process_logprobs returned"):
             lm.next_token_logprobs_sync([i])
 
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import frozen
 
-from genlm.core import AsyncLM, EngineError, MockAsyncLM, hookimpl, load_model_by_name
+from genlm.core import AsyncLM, EngineError, MockAsyncLM, load_model_by_name
 from genlm.core.errors import PluginError
 from genlm.ray.replica import Replica
 
@@ -52,22 +51,22 @@ class TwoParts(PluginError):
         super().__init__(first)
 
 
-@frozen
-class BadAdapters:
-    """A wrapper in each replica: an adapter that cannot be read, and one that ends the process."""
+def bad_adapters() -> Callable[[Any], None]:
+    """For the mock's ``on_adapter``: one cannot be read, and one ends the process."""
 
-    @hookimpl(wrapper=True)
-    def genlm_add_lora(self, adapter: Any) -> Any:
+    def on_adapter(adapter: Any) -> None:
         if adapter.path == "broken":
             raise TwoParts("the folder is broken", "quite")
         if adapter.path == "kills":
             os.kill(os.getpid(), 9)
-        return (yield)
+
+    return on_adapter
 
 
 @pytest.fixture(scope="module")
 def lm(cluster: Any) -> Iterator[AsyncLM]:
-    opts = {"continuous": True, "steps": 1, "fail_on": failing(), "wrappers": [BadAdapters()]}
+    opts = {"continuous": True, "steps": 1, "fail_on": failing()}
+    opts["on_adapter"] = bad_adapters()
     with load_model_by_name("mock", "ray", {"backend": "mock", "backend_opts": opts}) as lm:
         yield lm
 

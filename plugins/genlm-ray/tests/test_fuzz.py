@@ -37,15 +37,10 @@ ADAPTERS = {"a": "first-adapter", "b": "second-adapter"}
 class Slow:
     """A wrapper in each replica, so that changes of state can be met under way."""
 
-    @hookimpl(wrapper=True)
-    def genlm_add_lora(self, adapter: Any) -> Any:
-        time.sleep(0.05)
-        return (yield)
-
-    @hookimpl(wrapper=True)
-    def genlm_cache_prefix(self, query: Any) -> Any:
-        time.sleep(0.05)
-        return (yield)
+    @hookimpl
+    def genlm_call_begins(self, hook: str) -> None:
+        if hook in ("genlm_add_lora", "genlm_cache_prefix"):
+            time.sleep(0.05)
 
 
 @define(eq=False, kw_only=True)

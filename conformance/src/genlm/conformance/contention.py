@@ -221,7 +221,8 @@ class ContentionClauses:
                     f"{'; '.join(map(str, hung))}; genlm_wake must wait for no lock that a step "
                     "holds",
                 )
-            raised = [each for each in live.gate.misdeeds if each.startswith("genlm_wake")]
+            said = map(str, live.gate.violations)
+            raised = [each for each in said if "genlm_wake raised" in each]
             live.gate.told.update(raised)
             check(not raised, "; ".join(raised[:1]))
             live.expect.rows(rows, [context, beside][: len(rows)], how="with a wake in the step")

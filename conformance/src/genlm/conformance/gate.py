@@ -1,4 +1,4 @@
-"""A wrapper around the engine's hooks, with which the suite sees what reaches the engine, and holds
+"""An observer of the engine's calls, with which the suite sees what reaches the engine, and holds
 it."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import itertools
 import math
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,13 +20,16 @@ from genlm.conformance.driver import Driver
 from genlm.core.checks import describe_error
 from genlm.core.errors import PluginError
 from genlm.core.hookspecs import hookimpl
-from genlm.core.types import Answer, Query, Request, SampleRequest, ScoreRequest, query_of
+from genlm.core.types import Query, Request, query_of
 
 if TYPE_CHECKING:
     import torch
 
 #: How many times the patience the first of two who read adapters may wait for the other.
 MEETING = 10
+
+#: The hooks that answer a batch.
+EVALUATION = ("genlm_next_token_logprobs", "genlm_sample", "genlm_sequence_logprobs")
 
 
 @frozen
@@ -48,6 +51,7 @@ class EngineGate:
         self._driver = driver
         self._changed = threading.Condition()
         self._inside = False
+        self._traced: Any = None  # the trace function of before, while on_line waits for its line
         #: What its results had against the contract, as the core tells it.
         self.violations: list[PluginError] = []
         #: What else the engine did against it, as far as it is seen here, in words.
@@ -109,7 +113,27 @@ class EngineGate:
             if not self._changed.wait_for(lambda: self._inside, self._driver.waits):
                 raise TimeoutError(f"no request reached the engine within {self._driver.waits:g} s")
 
-    # --- around the engine: its thread ------------------------------------------------------------
+    # --- around the engine's calls: its thread ----------------------------------------------------
+
+    @hookimpl
+    def genlm_call_begins(self, hook: str, arguments: Mapping[str, Any]) -> None:
+        if hook == "genlm_step":
+            self._step_begins(arguments)
+        elif hook in EVALUATION:
+            self._enter(arguments["queries"])
+
+    @hookimpl
+    def genlm_call_ended(
+        self, hook: str, arguments: Mapping[str, Any], result: Any, error: BaseException | None
+    ) -> None:
+        if hook == "genlm_read_lora":
+            self._meet(error)
+        elif hook == "genlm_cache_prefix":
+            self.pinned.append(result)
+        elif hook == "genlm_step":
+            self._step_ended(result, error)
+        elif hook in EVALUATION:
+            self._batch_ended(hook, arguments["queries"], result, error)
 
     def _enter(self, queries: Sequence[Query]) -> None:
         with self._changed:
@@ -122,40 +146,61 @@ class EngineGate:
             self._inside = False
             self._passes -= 1
         if not released:
-            raise TimeoutError(f"the suite held the engine for more than {self._driver.waits:g} s")
+            self.misdeeds.append(f"the suite held it for more than {self._driver.waits:g} s")
 
-    def _ended(self, hook: str, answered: Sequence[Query]) -> None:
-        self.recent_calls.append(EngineCall(hook, tuple(answered)))
+    def _batch_ended(
+        self, hook: str, queries: Sequence[Query], result: Any, error: BaseException | None
+    ) -> None:
+        if error is not None:
+            self._note_error(hook, len(queries), error)
+            return
+        self._answered(hook, queries)
+        if hook == "genlm_next_token_logprobs":
+            self._look_back()
+            self._keep(hook, result)
+
+    def _step_begins(self, arguments: Mapping[str, Any]) -> None:
+        new = [*arguments["queries"], *arguments["samples"], *arguments["scores"]]
+        self._enter([query_of(request) for request in new])
+        for request in arguments["dropped"]:
+            self._in_steps.pop(request, None)
+        self._in_steps.update(dict.fromkeys(new))
+        if self.on_line is not None:
+            self._traced = sys.gettrace()
+            sys.settrace(self._trace_to(*self.on_line))
+
+    def _step_ended(self, answers: Any, error: BaseException | None) -> None:
+        if self._traced is not None or self.on_line is not None:
+            sys.settrace(self._traced)
+            self._traced = None
+        if error is not None:
+            self._note_error("genlm_step", len(self._in_steps), error)
+            self._in_steps.clear()  # the core asks again
+            return
+        for answer in answers:
+            self._in_steps.pop(answer.request, None)
+        self._answered("genlm_step", [query_of(answer.request) for answer in answers])
+        if answers:
+            self._look_back()
+        for answer in answers:
+            if getattr(answer.result, "ndim", None) == 1:
+                self._keep("genlm_step", answer.result[None])
+
+    def _answered(self, hook: str, queries: Sequence[Query]) -> None:
+        self.recent_calls.append(EngineCall(hook, tuple(queries)))
         self._driver.calls += 1
         if self.on_call is not None:
             self.on_call()
 
-    @hookimpl(wrapper=True)
-    def genlm_next_token_logprobs(
-        self, queries: Sequence[Query]
-    ) -> Generator[None, torch.Tensor, torch.Tensor]:
-        self._enter(queries)
-        with self._together("genlm_next_token_logprobs", queries):
-            rows = yield
-        self._ended("genlm_next_token_logprobs", queries)
-        self._look_back()
-        self._keep("genlm_next_token_logprobs", rows)
-        return rows
-
-    @contextmanager
-    def _together(self, hook: str, requests: Sized) -> Iterator[None]:
+    def _note_error(self, hook: str, count: int, error: BaseException) -> None:
         """Note an exception of a call for several requests: asked again one by one, as the core
         does, all of them may be right."""
-        count = len(requests)
-        try:
-            yield
-        except Exception as error:
-            from genlm.kit.memory import is_out_of_memory  # here, since it imports PyTorch
+        from genlm.kit.memory import is_out_of_memory  # here, since it imports PyTorch
 
-            if count > 1 and not (self.is_provoked or is_out_of_memory(error.__cause__ or error)):
-                raised = f"{describe_error(error)}{origin(error)}"
-                self.misdeeds.append(f"{hook} raised for {count} requests together: {raised}")
-            raise
+        meant = self.is_provoked or is_out_of_memory(error.__cause__ or error)
+        if count > 1 and isinstance(error, Exception) and not meant:
+            raised = f"{describe_error(error)}{origin(error)}"
+            self.misdeeds.append(f"{hook} raised for {count} requests together: {raised}")
 
     def _keep(self, hook: str, rows: Any) -> None:
         """Keep what the engine returned beside a copy: so an engine that uses the memory again is
@@ -172,92 +217,27 @@ class EngineGate:
                     "return, for instance by .clone()"
                 )
 
-    @hookimpl(wrapper=True)
-    def genlm_step(
-        self,
-        queries: Sequence[Query],
-        samples: Sequence[SampleRequest],
-        scores: Sequence[ScoreRequest],
-        dropped: Sequence[Request],
-    ) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
-        self._enter([*queries, *(one.query for one in samples), *(one.query for one in scores)])
-        for request in dropped:
-            self._in_steps.pop(request, None)
-        self._in_steps.update(dict.fromkeys([*queries, *samples, *scores]))
-        try:
-            with self._together("genlm_step", self._in_steps), self._in_the_middle():
-                answers = yield
-        except BaseException:
-            self._in_steps.clear()  # the core asks again
-            raise
-        for answer in answers:
-            self._in_steps.pop(answer.request, None)
-        self._ended("genlm_step", [query_of(answer.request) for answer in answers])
-        if answers:
-            self._look_back()
-        for answer in answers:
-            if getattr(answer.result, "ndim", None) == 1:
-                self._keep("genlm_step", answer.result[None])
-        return answers
-
-    @contextmanager
-    def _in_the_middle(self) -> Iterator[None]:
-        """Inside the block, :attr:`on_line` happens."""
-        if self.on_line is None:
-            yield
-            return
-        line, happens = self.on_line
+    def _trace_to(self, line: int, happens: Callable[[], None]) -> Callable[..., Any]:
+        """A trace function by which something happens at one line of the engine's Python code."""
         lines = itertools.count()
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:
+            if frame.f_globals.get("__name__", "").startswith("pluggy"):
+                return None  # its call of the engine
             if event == "line" and next(lines) == line:
                 sys.settrace(None)
                 self.on_line = None
                 happens()
             return trace
 
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
+        return trace
 
-    @hookimpl(wrapper=True)
-    def genlm_wake(self) -> Generator[None, None, None]:
-        try:
-            yield
-        except Exception as error:
-            self.misdeeds.append(f"genlm_wake raised, which it must not: {error!r}{origin(error)}")
-            raise
-
-    @hookimpl(wrapper=True)
-    def genlm_read_lora(self) -> Generator[None, Any, Any]:
-        readers = self.readers
-        try:
-            contents = yield
-        except BaseException:
-            if readers is not None:
-                readers.abort()  # nobody waits for who does not come
-            raise
-        if readers is not None:
-            with suppress(threading.BrokenBarrierError):
-                readers.wait(MEETING * self._driver.waits)
-        return contents
-
-    @hookimpl(wrapper=True)
-    def genlm_cache_prefix(self) -> Generator[None, bool | None, None]:
-        self.pinned.append((yield))
-
-    @hookimpl(wrapper=True)
-    def genlm_sample(self, queries: Sequence[Query]) -> Generator[None, Any, None]:
-        self._enter(queries)
-        with self._together("genlm_sample", queries):
-            yield
-        self._ended("genlm_sample", queries)
-
-    @hookimpl(wrapper=True)
-    def genlm_sequence_logprobs(self, queries: Sequence[Query]) -> Generator[None, Any, None]:
-        self._enter(queries)
-        with self._together("genlm_sequence_logprobs", queries):
-            yield
+    def _meet(self, error: BaseException | None) -> None:
+        """Have all who read an adapter wait for each other."""
+        if (readers := self.readers) is None:
+            return
+        if error is not None:
+            readers.abort()  # nobody waits for who does not come
+            return
+        with suppress(threading.BrokenBarrierError):
+            readers.wait(MEETING * self._driver.waits)

@@ -45,8 +45,8 @@ over its whole width within 1e-4.
 *Errors.* An exception from an evaluation hook is not fatal: the core asks again in smaller batches
 until only the query that causes it fails, so an engine must still work after it has raised. (The
 suite counts it as a fault where requests fail only together, unless memory ran out.) The error
-keeps its lines but not what the calls held, which is what the engine was computing; to look
-into that, catch it inside the hook. An engine that cannot continue raises
+keeps its lines but not the local variables of the engine's calls, which hold what it was computing;
+with the option ``check=True`` it keeps them. An engine that cannot continue raises
 :class:`~genlm.core.errors.EngineDeadError`: everything pending fails and the model refuses further
 work.
 
@@ -54,43 +54,18 @@ work.
 new ``version``. Keep weights and key/value state by ``adapter.version``, and no adapter can be
 mistaken for another.
 
-*Wrappers.* A wrapper is an object with its own hooks around the engine's. The option ``wrappers``
-gives wrappers to one model, and an entry point of group ``genlm.wrappers`` gives one to every
-model. A wrapper can do two things. It **changes rows** by implementing
-:func:`genlm_process_logprobs`. It **observes** any other hook by an implementation with
-``@hookimpl(wrapper=True)``: a generator function that sees the arguments, yields once, and sees the
-result. Around a hook that evaluates it may return a dict of requests, as it met them, and
-exceptions: these requests fail. Whatever else it returns is ignored. If it raises, or writes into
-the result, the requests of that call get a :class:`~genlm.core.errors.PluginError` that names the
-wrapper; the engine is called in any case. ``SystemExit`` or ``KeyboardInterrupt`` from any of its
-hooks ends the model. PyTorch does not count what is written through NumPy or ``.data``, so that
-goes unnoticed: write into copies.
+*Marks.* pluggy calls the hooks, and its marks mean what its documentation says. A hook with
+``firstresult`` has one implementation, the engine's. ``wrapper=True`` is refused: nothing may go
+around a call of the engine.
 
-A misspelt hook is an error when the model loads. So is a wrapper without a hook, and a wrapper that
-has loading or evaluation hooks but none by which this engine is called: an engine with
-``genlm_step`` is never called by ``genlm_next_token_logprobs``. To observe every engine, implement
-both. No wrapper is there yet when ``genlm_load`` is called.
+*Wrappers.* A wrapper is an object with hooks of its own beside the engine's. The option
+``wrappers`` gives wrappers to one model, and an entry point of group ``genlm.wrappers`` gives one
+to every model. A wrapper **changes rows** by :func:`genlm_process_logprobs`, and **observes** calls
+by :func:`genlm_call_begins` and :func:`genlm_call_ended`. It has no other hooks, so it cannot lose,
+change or invent an answer while it observes. ``SystemExit`` or ``KeyboardInterrupt`` from any of
+its hooks ends the model.
 
-Examples:
-    An observer that counts the rows of each batch or step, on any engine:
-
-    >>> from genlm.core import hookimpl, load_model_by_name
-    >>> class Counter:
-    ...     counts = []
-    ...     @hookimpl(wrapper=True)
-    ...     def genlm_next_token_logprobs(self, queries):
-    ...         rows = yield
-    ...         self.counts.append(len(rows))
-    ...     @hookimpl(wrapper=True)
-    ...     def genlm_step(self):
-    ...         answers = yield
-    ...         self.counts.append(len(answers))
-    >>> for continuous in (False, True):
-    ...     options = {"continuous": continuous, "wrappers": [Counter()]}
-    ...     with load_model_by_name("mock", "mock", options) as lm:
-    ...         shape = lm.batch_next_token_logprobs_sync([[72], [73]]).shape
-    >>> Counter.counts  # the continuous mock takes two steps for a row
-    [2, 0, 2]
+A misspelt hook is an error when the model loads.
 """
 
 from __future__ import annotations
@@ -238,7 +213,7 @@ def genlm_wake() -> None:
     """
 
 
-# --- Changing rows: by wrappers, not by engines ---------------------------------------------------
+# --- The hooks of wrappers: to change rows, and to observe calls ----------------------------------
 
 
 @hookspec
@@ -251,9 +226,9 @@ def genlm_process_logprobs(queries: Sequence[Query], rows: torch.Tensor) -> torc
     engine**, one row a token, and not by the engine itself.
 
     Several apply in the order in which they were given: first those of installed distributions,
-    then those of the option ``wrappers``. Each gets a copy of the rows that the one before it
-    returned. What they give to tokens that the model lacks (ids from ``engine.vocab_size`` on) is
-    taken away again, and the row normalised.
+    then those of the option ``wrappers``; ``tryfirst`` and ``trylast`` change that. Each gets the
+    rows that the one before it returned. Mass that they give to tokens which the model lacks (ids
+    from ``engine.vocab_size`` on) is taken away again, and the row normalised.
 
     A row must be a function of its query and its row alone, since rows are cached and shared. The
     hook may ask another model; asking its own model raises a
@@ -270,7 +245,7 @@ def genlm_process_logprobs(queries: Sequence[Query], rows: torch.Tensor) -> torc
 
     Raises:
         Exception: the core asks again with fewer rows, until only the one that causes it fails,
-            with a :class:`~genlm.core.errors.PluginError` that names the object.
+            with a :class:`~genlm.core.errors.PluginError` that names the wrapper.
 
     Examples:
         Make every row sharper, and with it every draw and score:
@@ -287,6 +262,62 @@ def genlm_process_logprobs(queries: Sequence[Query], rows: torch.Tensor) -> torc
         True
     """
     raise NotImplementedError
+
+
+@hookspec
+def genlm_call_begins(hook: str, arguments: Mapping[str, Any]) -> None:
+    """Observe that a hook of the engine is about to be called.
+
+    Called on the thread of that call, for every hook but ``genlm_backend_info``, ``genlm_load`` and
+    ``genlm_wake``. All observers are notified. The call waits until they have returned, so an
+    observer that blocks holds the engine.
+
+    Args:
+        hook: The name of the hook.
+        arguments: The arguments of the call by name, read-only.
+
+    Raises:
+        Exception: it is logged (``observer.failed``, once for each observer and hook), and the call
+            goes on.
+    """
+
+
+@hookspec
+def genlm_call_ended(
+    hook: str, arguments: Mapping[str, Any], result: Any, error: BaseException | None
+) -> None:
+    """Observe the result, or the error, of a call that :func:`genlm_call_begins` announced.
+
+    Args:
+        hook: The name of the hook.
+        arguments: The arguments of the call by name, read-only.
+        result: What the engine returned, sequences as tuples; ``None`` after an error. Tensors are
+            the engine's own: copy (``.clone()``) what you change or keep. With ``check=True``,
+            requests whose tensors an observer has written into get a
+            :class:`~genlm.core.errors.PluginError` that names it, as far as PyTorch counts writes:
+            not those through NumPy or ``.data``.
+        error: What the engine raised; ``None`` if it returned.
+
+    Raises:
+        Exception: as for :func:`genlm_call_begins`.
+
+    Examples:
+        Count the rows of each batch or step, on any engine:
+
+        >>> from genlm.core import hookimpl, load_model_by_name
+        >>> class Counter:
+        ...     counts = []
+        ...     @hookimpl
+        ...     def genlm_call_ended(self, hook, result):
+        ...         if hook in ("genlm_next_token_logprobs", "genlm_step"):
+        ...             self.counts.append(len(result))
+        >>> for continuous in (False, True):
+        ...     options = {"continuous": continuous, "wrappers": [Counter()]}
+        ...     with load_model_by_name("mock", "mock", options) as lm:
+        ...         shape = lm.batch_next_token_logprobs_sync([[72], [73]]).shape
+        >>> Counter.counts  # the continuous mock takes two steps for a row
+        [2, 0, 2]
+    """
 
 
 # --- Sampling (optional) --------------------------------------------------------------------------

@@ -132,7 +132,7 @@ class AsyncLM(GenerationMixin):
 
         def start() -> EngineExecutor:
             engine = LoadedEngine(load(), backend, wrappers, core)
-            return EngineExecutor(engine, cache, adapters, counters, timeline)
+            return EngineExecutor(engine, cache, adapters, counters, timeline, core.keeps_frames)
 
         self._name: str | None = None  # of the model, if it was loaded by name
         self._batcher = Batcher(
@@ -143,6 +143,7 @@ class AsyncLM(GenerationMixin):
             timeline=timeline,
             counters=counters,
             lock=cache.lock,
+            keeps_frames=core.keeps_frames,
         )
         # Before it starts: an interrupt must leave no thread. At exit the batcher ends itself, and
         # waits.

@@ -83,6 +83,8 @@ class MockEngine:
         die_on: A query for which it returns true kills the engine.
         on_batch: Called with the queries of every evaluation, on the engine thread; it may block or
             raise.
+        on_adapter: Called with every adapter that is added, on the engine thread; it may block or
+            raise.
         max_context: The longest context.
     """
 
@@ -92,6 +94,7 @@ class MockEngine:
     _fail_on: Callable[[Query], bool] | None = field(default=None, kw_only=True)
     _die_on: Callable[[Query], bool] | None = field(default=None, kw_only=True)
     _on_batch: Callable[[Sequence[Query]], None] | None = field(default=None, kw_only=True)
+    _on_adapter: Callable[[Adapter], None] | None = field(default=None, kw_only=True)
     max_context: int | None = field(default=None, kw_only=True)
     adapters: dict[int, Adapter] = field(init=False, factory=dict)  # by version
     pinned: set[Query] = field(init=False, factory=set)  # read by engines made from this one
@@ -197,6 +200,8 @@ class MockEngine:
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
+        if self._on_adapter:
+            self._on_adapter(adapter)
         self.adapters[adapter.version] = adapter
         return True
 
@@ -356,7 +361,16 @@ def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
     return _engine(_tokenizer(model), dict(options))
 
 
-ENGINE_OPTIONS = ("delay", "fail_on", "die_on", "on_batch", "max_context", "continuous", "steps")
+ENGINE_OPTIONS = (
+    "delay",
+    "fail_on",
+    "die_on",
+    "on_batch",
+    "on_adapter",
+    "max_context",
+    "continuous",
+    "steps",
+)
 
 
 def _engine(

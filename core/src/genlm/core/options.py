@@ -33,11 +33,13 @@ class CoreOptions:
         cache_opts: ``maxsize`` (rows, default 1000), ``max_bytes`` (default 512 MiB),
             ``move_to_cpu`` (default false).
         check: Check every result of the engine against the contract, and raise what breaks it, or
-            pass that to a function, on the engine thread; ``None`` asks the environment
-            (``GENLM_CHECK=1``). Without it the values of the first rows and scores are checked,
-            with ``False`` none.
-        wrappers: Objects that observe the engine's hooks, by ``@hookimpl(wrapper=True)`` methods,
-            or change rows, by ``genlm_process_logprobs`` (see :mod:`genlm.core.hookspecs`).
+            pass that to a function, on the engine thread (on any, if ``genlm_wake`` raises);
+            ``None`` asks the environment (``GENLM_CHECK=1``). Without it the values of the first
+            rows and scores are checked, with ``False`` none. With it, errors of the engine keep
+            the local variables of its calls, for a debugger.
+        wrappers: Objects that change rows, by ``genlm_process_logprobs``, or observe the engine's
+            calls, by ``genlm_call_begins`` and ``genlm_call_ended`` (see
+            :mod:`genlm.core.hookspecs`).
     """
 
     batch_size: int | None = None
@@ -106,6 +108,11 @@ class CoreOptions:
         if self.cache_size is not None:
             given["maxsize"] = self.cache_size
         return OutputCache(**given)
+
+    @property
+    def keeps_frames(self) -> bool:
+        """Whether errors keep the local variables of the calls that they have ended."""
+        return self.violated is _raise
 
     @property
     def violated(self) -> Callable[[PluginError], None] | None:

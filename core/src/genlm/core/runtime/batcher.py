@@ -135,6 +135,7 @@ class Batcher:
         timeline: Receives requests, batches, and the time spent queueing and delivering.
         counters: Receive requests and what becomes of them.
         lock: Of what else callers and the executor use: who waits in a signal handler releases it.
+        keeps_frames: Whether errors keep the local variables of the calls that they have ended.
     """
 
     def __init__(
@@ -147,8 +148,10 @@ class Batcher:
         timeline: Timeline | None = None,
         counters: Counters | None = None,
         lock: threading.RLock | None = None,
+        keeps_frames: bool = False,
     ) -> None:
         self._timeout = timeout
+        self._keeps_frames = keeps_frames
         self._timeline = timeline or Timeline()
         self.counters = Counters() if counters is None else counters
         self.asker = Asker(name)
@@ -240,7 +243,7 @@ class Batcher:
     def run(self, make: Callable[[], T]) -> T:
         """Make a call on the engine thread, after everything asked before it has been answered, and
         wait for it."""
-        task = Task(make)
+        task = Task(make, self._keeps_frames)
         self._check_process()
         with self._lock:
             self._check_open()
@@ -567,12 +570,15 @@ class Batcher:
             if loop is None:
                 _resolve(results, self._timeline, began)
             else:
-                with contextlib.suppress(RuntimeError):  # the loop has been closed
+                try:  # noqa: SIM105, since suppress() costs three calls for each batch
                     loop.call_soon_threadsafe(_resolve, results, self._timeline, began)
+                except RuntimeError:  # the loop has been closed
+                    pass
 
     def _die(self, cause: BaseException) -> None:
         """The executor cannot continue: fail everything, refuse everything."""
-        let_go(cause)
+        if not self._keeps_frames:
+            let_go(cause)
         own_words = isinstance(cause, EngineDeadError)
         message = str(cause) if own_words else f"the engine died: {safe_repr(cause)}"
         log.error("engine.died", error=safe_repr(cause))

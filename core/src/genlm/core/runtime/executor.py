@@ -4,7 +4,8 @@ rows."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from attrs import define, field
@@ -40,9 +41,9 @@ class EngineExecutor:
     adapters: AdapterRegistry
     counters: Counters
     timeline: Timeline
-    # What a continuous engine has, with the cache's generation when it was admitted, or the error
-    # that a wrapper has given it.
-    _in_flight: dict[Request, int | Exception] = field(init=False, factory=dict)
+    keeps_frames: bool = False
+    # What a continuous engine has, with the cache's generation when it was admitted.
+    _in_flight: dict[Request, int] = field(init=False, factory=dict)
     # What the last failure of a step said. The error itself would keep what that step computed.
     _failure: str = field(init=False, default="")
     _wake_failed: bool = field(init=False, default=False)
@@ -91,9 +92,13 @@ class EngineExecutor:
         """Make the current step return early, if the engine can. On any thread."""
         try:
             self.engine.calls.call("genlm_wake")
-        except Exception:
+        except Exception as error:
             if not self._wake_failed:  # it may at every step
                 log.exception("engine.wake_failed", backend=self.engine.backend)
+                owner = f"backend {self.engine.backend!r}"
+                said = f"genlm_wake raised {describe_error(error)}, which it must not"
+                with suppress(PluginError):  # not the concern of who asks in this moment
+                    self.engine.results.tell(PluginError(f"{owner}: {said}"))
             self._wake_failed = True
 
     def close(self) -> None:
@@ -163,7 +168,7 @@ class EngineExecutor:
         for request in new_requests:
             of[type(request)].append(request)
         try:
-            answers, failed = self._called(
+            answers = self._called(
                 "genlm_step",
                 new_requests,
                 # Tuples: what a hook took out of lists would be lost, what it sorted mixed up.
@@ -179,17 +184,14 @@ class EngineExecutor:
             self._failure = describe_error(error)
             lost, self._in_flight = list(self._in_flight), {}
             return [(request, TryAlone() if len(lost) > 1 else error) for request in lost]
-        self._in_flight.update((r, error) for r, error in failed.items() if r in self._in_flight)
         finished: Answers[Request] = []
         kept = defaultdict[int, Answers[Request]](list)  # by their generation when admitted
         for answer in answers:
             request = answer[0]
             admitted = self._in_flight.pop(request, None)
-            if isinstance(admitted, int):
+            if admitted is not None:
                 finished.append(answer)
                 kept[admitted].append(answer)
-            elif admitted is not None:
-                finished.append((request, admitted))
             elif request not in dropped:
                 raise self._unasked(request)
         for generation, some in kept.items():
@@ -220,22 +222,16 @@ class EngineExecutor:
                 hook = "genlm_sequence_logprobs"
                 arguments["continuations"] = tuple(r.continuation for r in requests)
                 arguments["width"] = self.engine.width
-        answers, failed = self._called(hook, requests, **arguments)
-        if not failed:
-            return answers
-        return [(request, failed.get(query_of(request), own)) for request, own in answers]
+        return self._called(hook, requests, **arguments)
 
     # --- both -------------------------------------------------------------------------------------
 
-    def _called(
-        self, hook: str, requests: Sequence[Request], **arguments: Any
-    ) -> tuple[Answers[Request], Mapping[Request, Exception]]:
-        """Call an evaluation hook for new requests and read what it returns; also the requests that
-        wrappers fail."""
+    def _called(self, hook: str, requests: Sequence[Request], **arguments: Any) -> Answers[Request]:
+        """Call an evaluation hook for new requests, and read what it returns."""
         began = self.timeline.clock()
         try:
             try:
-                given, failed = self.engine.calls.evaluate(hook, arguments)
+                given, spoilt = self.engine.calls.evaluate(hook, arguments)
             finally:
                 self.timeline.add("engine", began, requests=len(requests))
             ended = self.timeline.clock()
@@ -249,7 +245,7 @@ class EngineExecutor:
             self._pins_lost = True
             raise
         self._count(answers, max(len(self._in_flight), len(requests)))
-        return answers, failed
+        return answers if spoilt is None else [(request, spoilt) for request, _ in answers]
 
     def _count(self, answers: Answers[Request], in_flight: int) -> None:
         """Count the engine's answers. A declined request has ``None``."""
@@ -263,7 +259,8 @@ class EngineExecutor:
 
     def _explained(self, query: Query, error: Exception) -> Exception:
         """The engine's error, with the query that caused it."""
-        let_go(error)
+        if not self.keeps_frames:
+            let_go(error)
         if isinstance(error, (GenlmError, TryAlone)):
             return error
         what = f"backend {self.engine.backend!r} failed on {query}"

@@ -81,6 +81,7 @@ class Task(Generic[T]):
     """A call to make on the engine thread, after everything asked before it has been answered."""
 
     make: Callable[[], T]
+    keeps_frames: bool = False
     future: concurrent.futures.Future[T] = Factory(concurrent.futures.Future)
 
     def run(self) -> None:
@@ -89,7 +90,8 @@ class Task(Generic[T]):
         try:
             self.future.set_result(self.make())
         except BaseException as error:
-            let_go(error)
+            if not self.keeps_frames:
+                let_go(error)
             self.future.set_exception(error)
             if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
                 raise

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from genlm.core.checks import integer, safe_repr
 from genlm.core.errors import InvalidOptionError, ModelClosedError, PluginError, UnsupportedError
-from genlm.core.hook_calls import PROCESSOR, HookCalls
+from genlm.core.hook_calls import HookCalls
 from genlm.core.logs import get_logger
 from genlm.core.options import CoreOptions
 from genlm.core.runtime.results import FIRST, Results
@@ -29,8 +29,7 @@ class LoadedEngine:
     Args:
         engine: What ``genlm_load`` returned.
         backend: The backend's name, for messages.
-        wrappers: Objects that process rows, in this order, or observe hooks; the last one is
-            outermost.
+        wrappers: Objects that change rows, in this order, or observe calls.
         options: The core's.
 
     Raises:
@@ -50,6 +49,8 @@ class LoadedEngine:
         try:
             self._adopt(engine, wrappers, options)
         except BaseException:  # it has been loaded, so it must be closed
+            if hasattr(self, "calls"):
+                self.calls.forget()
             try:
                 getattr(engine, "genlm_close", lambda: None)()
             except Exception:
@@ -61,8 +62,8 @@ class LoadedEngine:
             raise PluginError(
                 f"{self._owner} lacks {', '.join(missing)}; see genlm.core.types.Engine"
             )
-        #: Its hooks, inside the wrappers, and what reads their results.
-        self.calls = HookCalls(self._owner, engine, wrappers)
+        #: Its hooks and the wrappers', and what reads their results.
+        self.calls = HookCalls(self._owner, engine, wrappers, options.violated)
         self.supports = self.calls.supports
         self.continuous = self.supports("genlm_step")
         evaluates = "genlm_step" if self.continuous else "genlm_next_token_logprobs"
@@ -90,7 +91,7 @@ class LoadedEngine:
         self.tokenizer = engine.tokenizer
         self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
         self.width = len(self.byte_vocab)  # of rows; kept, because users have the list itself
-        processes = self.calls.process
+        processors = self.calls.processors
         #: By which hook the engine answers ``samples`` and ``scores`` itself. With processors it
         #: does not: its draws would not be from their rows.
         self.native: dict[str, str] = {}
@@ -100,19 +101,16 @@ class LoadedEngine:
             in_steps = self.supports("genlm_step", kind) and (
                 needed is None or self.supports("genlm_step", needed)
             )
-            if not processes and (in_steps or self.supports(hook, needed)):
+            if not processors and (in_steps or self.supports(hook, needed)):
                 self.native[kind] = "genlm_step" if in_steps else hook
-        called = {evaluates, *self.native.values(), *([PROCESSOR] if processes else ())}
-        self.calls.check_observers(evaluates, called)
         self.device = str(engine.device)
         self._model = engine.model
         self.lacking: Mapping[str, str] = getattr(engine, "lacking", {})
         self.closed = False
         self.eos_token_ids = [token_id for token_id in named if 0 <= token_id < self.width]
-        process = partial(self.calls.evaluate, PROCESSOR) if processes else None
         first = 0 if options.check is False else FIRST
         self.results = Results(
-            self._owner, self.vocab_size, self.width, process, options.violated, first
+            self._owner, self.vocab_size, self.width, processors, options.violated, first
         )
 
     @cached_property

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import define, field
 
 from genlm.core.checks import safe_repr
 from genlm.core.errors import EngineDeadError, PluginError
+from genlm.core.hook_calls import FATAL, Processor, attributed, clear_pluggy
 from genlm.core.types import (
     Answer,
     Query,
@@ -32,8 +33,7 @@ NORMALISATION = 1e-4
 #: near to 0 that logarithm must be then: half precision passes, but not who forgets to normalise.
 FIRST, ROUGHLY = 4, 1e-2
 
-#: How messages name what changed rows, and a row without mass, as of a text that has no way on.
-WRAPPERS = "a wrapper's genlm_process_logprobs"
+#: How messages name a row without mass, as of a text that has no way on.
 MASSLESS = "a row with logsumexp -inf"
 
 R = TypeVar("R")
@@ -43,10 +43,6 @@ Answers = list[tuple[R, Any]]
 
 #: Told of a result that breaks the contract; it may raise that.
 Violated = Callable[[PluginError], None]
-
-#: Given ``n`` ``queries`` and their ``rows``, ``[n, width]``: changed rows, and an error for each
-#: query that a wrapper fails.
-Process = Callable[[Mapping[str, Any]], tuple["torch.Tensor", Mapping[Request, Exception]]]
 
 
 @define(eq=False)
@@ -59,7 +55,7 @@ class Results:
         owner: The engine, for messages.
         vocab_size: The width of the engine's rows.
         width: The width of callers' rows: how many tokens the tokenizer has.
-        process: Changes rows; ``None`` leaves them as they are.
+        processors: What changes rows, one after another, each with its name.
         violated: Told of everything that breaks the contract.
         first: Of how many right results of a hook values are checked without ``violated``.
     """
@@ -67,7 +63,7 @@ class Results:
     _owner: str
     _vocab_size: int
     _width: int
-    _process: Process | None = None
+    _processors: Sequence[tuple[str, Processor]] = ()
     _violated: Violated | None = None
     _first: int = 0
     _right: Counter[str] = field(init=False, factory=Counter)  # by hook, up to ``first``
@@ -133,7 +129,7 @@ class Results:
 
     def _finished(self, answers: Answers[Request]) -> Answers[Request]:
         """The same with the rows among them as callers get them."""
-        if self._process is None and self._vocab_size == self._width:
+        if not self._processors and self._vocab_size == self._width:
             return answers
         rows: Answers[Request] = []
         others: Answers[Request] = []
@@ -148,21 +144,20 @@ class Results:
         import torch
 
         rows = self._align(torch.stack([row for _, row in each]))
-        errors: dict[Request, Exception] = {}
-        if self._process is not None:
-            queries = tuple(query for query, _ in each)
-            rows, failed = self._process({"queries": queries, "rows": rows})
-            errors.update(failed)
+        errors: dict[Query, Exception] = {}
+        queries = tuple(query for query, _ in each)
+        for name, process in self._processors:
+            rows = _processed(name, process, queries, rows)
             for query, row in zip(queries, rows, strict=True):
-                if not self._looks(WRAPPERS):
+                if not self._looks(name):
                     break
                 try:
-                    self._look(WRAPPERS, query, self._wrong_row(row))
+                    self._look(name, query, self._wrong_row(row), owner="")
                 except Exception as error:  # concerns this query alone
                     errors.setdefault(query, error)
-            if self._width > self._vocab_size:
-                # Tokens that the model lacks: a draw would put them into a context.
-                rows = self._align(_normalised(rows[:, : self._vocab_size]))
+        if self._processors and self._width > self._vocab_size:
+            # Tokens that the model lacks: a draw would put them into a context.
+            rows = self._align(_normalised(rows[:, : self._vocab_size]))
         rows_of = zip(each, rows.unbind(), strict=True)
         return [(pair, errors.get(pair[0], row)) for pair, row in rows_of]
 
@@ -175,21 +170,28 @@ class Results:
     def _wrong_row(self, row: torch.Tensor) -> str | None:
         return wrong_row(row, ROUGHLY if self._violated is None else NORMALISATION)
 
-    def _look(self, hook: str, query: Query, wrong: str | None) -> None:
+    def _look(self, hook: str, query: Query, wrong: str | None, owner: str | None = None) -> None:
         """Tell of wrong values. Without ``violated`` they are an error until enough were right: who
         forgets to normalise does so from the first."""
         if wrong is not None:
-            error = self.violation(hook, query, wrong)
+            error = self.violation(hook, query, wrong, owner)
             if self._violated is None and wrong != MASSLESS:
                 raise error
         self._right[hook] += 1
 
-    def violation(self, hook: str, subject: object, wrong: str) -> PluginError:
-        """Tell of what is wrong, where that is wanted."""
-        error = PluginError(f"{self._owner}: {hook} returned {wrong}, for {subject!r:.200}")
+    def violation(
+        self, hook: str, subject: object, wrong: str, owner: str | None = None
+    ) -> PluginError:
+        """The error for a wrong result, told. The engine is the owner of ``hook``, unless another
+        one is named."""
+        whose = f"{self._owner}: " if owner is None else owner
+        return self.tell(PluginError(f"{whose}{hook} returned {wrong}, for {subject!r:.200}"))
+
+    def tell(self, violation: PluginError) -> PluginError:
+        """Pass a violation of the contract on, where that is wanted, which may raise it."""
         if self._violated is not None:
-            self._violated(error)
-        return error
+            self._violated(violation)
+        return violation
 
     def _align(self, rows: torch.Tensor) -> torch.Tensor:
         """Bring rows to the width of the tokenizer's vocabulary: drop padding and renormalise, or
@@ -200,6 +202,26 @@ class Results:
         if surplus > 0:
             return _normalised(rows[:, :-surplus])
         return torch.nn.functional.pad(rows, (0, -surplus), value=-torch.inf) if surplus else rows
+
+
+def _processed(
+    name: str, process: Processor, queries: Sequence[Query], rows: torch.Tensor
+) -> torch.Tensor:
+    """Rows after one processor has changed them."""
+    import torch
+
+    try:
+        given = process(queries=queries, rows=rows)
+    except FATAL:
+        raise
+    except BaseException as error:
+        clear_pluggy(error)
+        raise attributed(name, error) from error
+    changed: torch.Tensor | None = next(iter(given), None)  # pluggy leaves None out
+    if changed is None or (wrong := wrong_tensor(changed, tuple(rows.shape))) is not None:
+        raise PluginError(f"{name} returned {'None, not a tensor' if changed is None else wrong}")
+    # Whoever gave another tensor may still hold it, and write the next rows into it.
+    return rows if changed is rows else changed.clone(memory_format=torch.contiguous_format)
 
 
 def _normalised(rows: torch.Tensor) -> torch.Tensor:
