@@ -27,6 +27,7 @@ from genlm.core.lm import AsyncLM, load_model_by_name
 from genlm.core.mock import MockAsyncLM
 from genlm.core.sampling import Particle
 from genlm.core.scoring import Score
+from genlm.core.together import together
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.trie import AsyncTokenCharacterTrie, ParallelTokenCharacterTrie, TokenCharacterTrie
 from genlm.core.types import Adapter, Answer, BackendInfo, Engine, Query, SamplingParams, Stats
@@ -70,4 +71,5 @@ __all__ = [
     "decode_vocab",
     "hookimpl",
     "load_model_by_name",
+    "together",
 ]

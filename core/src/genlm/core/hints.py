@@ -129,6 +129,7 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
     needed = [each.name for each in parameters if each.default is each.empty and each.name in named]
     more = SamplingOptions.__annotations__ if len(named) < len(parameters) else ()
     known = list(dict.fromkeys([*named, *more]))
+    taken = frozenset(known)
 
     def refuse(args: Sequence[Any], options: Mapping[str, Any]) -> None:
         for option in options:
@@ -151,7 +152,7 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def refusing(*args: P.args, **options: P.kwargs) -> R:
-        if options or not len(needed) < len(args) <= most:
+        if not (len(needed) < len(args) <= most and options.keys() <= taken):
             refuse(args, options)
         return function(*args, **options)
 

@@ -4,7 +4,7 @@ batcher."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from attrs import evolve
 
@@ -13,16 +13,24 @@ from genlm.core.cache import OutputCache
 from genlm.core.context import Context, contexts_of, token_ids_of
 from genlm.core.copies import the_copy
 from genlm.core.drawer import Draw, TokenDrawer
-from genlm.core.errors import InvalidQueryError
+from genlm.core.errors import InvalidInputError, InvalidQueryError
 from genlm.core.hints import known_keywords
 from genlm.core.known_contexts import KnownContexts
+from genlm.core.runtime.askers import all_of, blocking
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.text import TextMixin
+from genlm.core.together import Then
 from genlm.core.types import Query
 
 if TYPE_CHECKING:
     import torch
+
+R = TypeVar("R")
+
+#: What becomes of the rows of several contexts: one function and its arguments for all of them, or
+#: one for each.
+Thens = Then[R] | Iterable[Then[R]]
 
 
 class RowsMixin(TextMixin):
@@ -39,36 +47,141 @@ class RowsMixin(TextMixin):
         long, it costs less: ``context.extend(token_id)`` checks and hashes only the new token."""
         return self._checked(token_ids, room_for=1)
 
+    @overload
+    async def next_token_logprobs(
+        self, token_ids: Iterable[int], lora_name: LoraName = UNSET, *, then: None = None
+    ) -> torch.Tensor: ...
+
+    @overload
+    async def next_token_logprobs(
+        self, token_ids: Iterable[int], lora_name: LoraName = UNSET, *, then: Then[R]
+    ) -> R: ...
+
     @known_keywords
     async def next_token_logprobs(
-        self, token_ids: Iterable[int], lora_name: LoraName = UNSET
-    ) -> torch.Tensor:
-        """The row of one context."""
+        self,
+        token_ids: Iterable[int],
+        lora_name: LoraName = UNSET,
+        *,
+        then: Then[Any] | None = None,
+    ) -> Any:
+        """The row of one context, or what a function makes of it.
+
+        Args:
+            token_ids: The context.
+            lora_name: The adapter.
+            then: A function of rows with this caller's arguments, made by
+                :class:`~genlm.core.together.together`. It runs where the row is, on the engine
+                thread, once for all callers of a step, and the caller gets its result in place of
+                the row. A cached row waits for the engine thread too, so that it joins the others.
+
+        Raises:
+            Exception: what the function raises for this caller.
+        """
         query = self._query(token_ids, lora_name)
-        row = self._kept(query)
-        return await self._batcher.submit((query,), the_copy) if row is None else row.clone()
+        if then is None and (row := self._kept(query)) is not None:
+            return row.clone()
+        return await self._batcher.submit((query,), then or the_copy)
+
+    @overload
+    async def batch_next_token_logprobs(
+        self,
+        token_ids_list: Iterable[Iterable[int]],
+        lora_name: LoraName = UNSET,
+        *,
+        then: None = None,
+    ) -> torch.Tensor: ...
+
+    @overload
+    async def batch_next_token_logprobs(
+        self,
+        token_ids_list: Iterable[Iterable[int]],
+        lora_name: LoraName = UNSET,
+        *,
+        then: Thens[R],
+    ) -> list[R]: ...
 
     @known_keywords
     async def batch_next_token_logprobs(
-        self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
-    ) -> torch.Tensor:
-        """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``."""
-        return await self._rows(self._queries(token_ids_list, lora_name))
+        self,
+        token_ids_list: Iterable[Iterable[int]],
+        lora_name: LoraName = UNSET,
+        *,
+        then: Thens[Any] | None = None,
+    ) -> Any:
+        """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``, or a list of
+        what functions make of them.
+
+        Args:
+            token_ids_list: The contexts.
+            lora_name: The adapter.
+            then: As for :meth:`next_token_logprobs`: one for all contexts, or one for each, such as
+                ``map(draw, uniforms)``. The first exception ends the call.
+
+        Raises:
+            InvalidInputError: there are more of ``then`` than contexts, or fewer.
+        """
+        queries = self._queries(token_ids_list, lora_name)
+        if then is None:
+            return await self._rows(queries)
+        asked = zip(queries, each_of(then, len(queries)), strict=True)
+        return await all_of(self._batcher.submit((query,), each) for query, each in asked)
+
+    @overload
+    def next_token_logprobs_sync(
+        self, token_ids: Iterable[int], lora_name: LoraName = UNSET, *, then: None = None
+    ) -> torch.Tensor: ...
+
+    @overload
+    def next_token_logprobs_sync(
+        self, token_ids: Iterable[int], lora_name: LoraName = UNSET, *, then: Then[R]
+    ) -> R: ...
 
     @known_keywords
     def next_token_logprobs_sync(
-        self, token_ids: Iterable[int], lora_name: LoraName = UNSET
-    ) -> torch.Tensor:
-        """The row of one context, blocking."""
+        self,
+        token_ids: Iterable[int],
+        lora_name: LoraName = UNSET,
+        *,
+        then: Then[Any] | None = None,
+    ) -> Any:
+        """:meth:`next_token_logprobs`, blocking."""
         query = self._query(token_ids, lora_name)
-        row = self._kept(query)
-        return self._batcher.ask((query,), the_copy) if row is None else row.clone()
+        if then is None and (row := self._kept(query)) is not None:
+            return row.clone()
+        return self._batcher.ask((query,), then or the_copy)
+
+    @overload
+    def batch_next_token_logprobs_sync(
+        self,
+        token_ids_list: Iterable[Iterable[int]],
+        lora_name: LoraName = UNSET,
+        *,
+        then: None = None,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def batch_next_token_logprobs_sync(
+        self,
+        token_ids_list: Iterable[Iterable[int]],
+        lora_name: LoraName = UNSET,
+        *,
+        then: Thens[R],
+    ) -> list[R]: ...
 
     @known_keywords
     def batch_next_token_logprobs_sync(
-        self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
-    ) -> torch.Tensor:
-        """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``, blocking."""
+        self,
+        token_ids_list: Iterable[Iterable[int]],
+        lora_name: LoraName = UNSET,
+        *,
+        then: Thens[Any] | None = None,
+    ) -> Any:
+        """:meth:`batch_next_token_logprobs`, blocking."""
+        if then is not None:
+            self._batcher.require_open()
+            asked = self.batch_next_token_logprobs(token_ids_list, lora_name, then=then)
+            return blocking(asked, self._batcher.result_of)
         unknown, combine = self._look_up(self._queries(token_ids_list, lora_name))
         return self._batcher.ask(unknown, combine) if unknown else combine([])
 
@@ -151,6 +264,23 @@ class RowsMixin(TextMixin):
         if limit is not None and context.length + (room_for or 1) > limit + 1:
             raise InvalidQueryError(_too_long(context.length, room_for, limit))
         return context
+
+
+def each_of(then: Thens[R], n: int) -> Sequence[Then[R]]:
+    """What becomes of each of ``n`` rows.
+
+    Raises:
+        InvalidInputError: another number was given.
+    """
+    if isinstance(then, Then):
+        return [then] * n
+    thens = [*then]
+    if len(thens) != n:
+        raise InvalidInputError(
+            f"there are {n} contexts and {len(thens)} of then; give one for each context, such as "
+            "map(draw, uniforms), or one for all of them"
+        )
+    return thens
 
 
 def _too_long(length: int, room_for: int, limit: int) -> str:

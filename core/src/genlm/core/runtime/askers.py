@@ -7,7 +7,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from genlm.core.errors import ReentrancyError
@@ -92,9 +92,9 @@ def blocking(
         raise
 
 
-async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_of(asked: Iterable[Awaitable[T]]) -> list[T]:
     """The results of all. When one fails, the others are cancelled: their results are useless."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    tasks = [asyncio.ensure_future(each) for each in asked]
     try:
         return await asyncio.gather(*tasks)
     except BaseException:

@@ -1,0 +1,206 @@
+"""Ready-made functions for ``then``: the few numbers that programs most often want of a row.
+
+They run once for all callers of a step, on the device where the rows are, and wait for it once::
+
+    token_id, log_mass = await lm.next_token_logprobs(ids, then=draw(rng.random(), allowed))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from genlm.core.checks import safe_repr
+from genlm.core.drawer import on_cpu
+from genlm.core.errors import InvalidInputError
+from genlm.core.together import together
+
+if TYPE_CHECKING:
+    import torch
+
+    from genlm.core.trie import TokenCharacterTrie
+
+
+@together
+def draw(rows: torch.Tensor, uniforms: list[float], allowed: list[Any]) -> list[tuple[int, float]]:
+    """Draw a token among those that are allowed, in proportion to their probabilities:
+    ``then=draw(uniform, allowed)``.
+
+    The caller gives:
+        - uniform: A number in [0, 1), by which the token is drawn from the cumulative
+          distribution.
+        - allowed: The allowed tokens: a tensor of their ids, a boolean tensor
+          ``[len(lm.byte_vocab)]``, or ``None`` for all. It is fastest on the model's device, and if
+          all callers give the same object.
+
+    Returns:
+        The token's id, and the logarithm of the mass of all allowed tokens. Where that is
+        ``-inf`` no token can be drawn, and the id is an arbitrary one.
+    """
+    import torch
+
+    if not (min(uniforms) >= 0 and max(uniforms) < 1):
+        raise InvalidInputError(
+            f"uniform numbers are from 0 to below 1; got {min(uniforms)} to {max(uniforms)}"
+        )
+    weights, ids = _weights(rows, allowed)
+    mass = weights.cumsum(-1)
+    whole = mass[:, -1:]
+    points = torch.tensor(uniforms, dtype=torch.float64, device=mass.device)[:, None] * whole
+    # Below the whole, also where the product was rounded: the token found has a mass of its own.
+    points = points.minimum(whole.nextafter(whole.new_tensor(-math.inf)))
+    drawn = torch.searchsorted(mass, points, right=True).clamp_(max=mass.shape[-1] - 1)
+    if not on_cpu(rows.device):  # sums made in parallel may fall in their last bits
+        drawn = drawn.where(weights.gather(-1, drawn) > 0, weights.argmax(-1, keepdim=True))
+    token_ids = drawn if ids is None else ids[drawn]
+    found, logs = torch.cat([token_ids.double(), whole.log()], -1).T.tolist()  # the one wait
+    return [*zip(map(int, found), logs, strict=True)]
+
+
+@together
+def log_mass(rows: torch.Tensor, allowed: list[Any]) -> list[float]:
+    """The logarithm of the mass of the allowed tokens: ``then=log_mass(allowed)``.
+
+    The caller gives:
+        - allowed: As for :data:`draw`.
+    """
+    weights, _ = _weights(rows, allowed)
+    masses: list[float] = weights.sum(-1).log().tolist()
+    return masses
+
+
+@together
+def logprobs_of(rows: torch.Tensor, token_ids: list[Sequence[int]]) -> list[list[float]]:
+    """The log-probabilities of chosen tokens: ``then=logprobs_of([17, 4])``.
+
+    The caller gives:
+        - token_ids: A list of token ids, of any length.
+    """
+    width = rows.shape[-1]
+    for ids in token_ids:
+        if len(ids) and not (min(ids) >= 0 and max(ids) < width):
+            raise InvalidInputError(
+                f"token ids are 0 to {width - 1}; got {safe_repr([*ids])}; give those of "
+                "lm.byte_vocab"
+            )
+    return _chosen(rows, token_ids)
+
+
+@together
+def likeliest(rows: torch.Tensor, counts: list[int]) -> list[list[tuple[int, float]]]:
+    """The likeliest tokens, with their log-probabilities, in descending order:
+    ``then=likeliest(5)``. The order of equal ones is not fixed.
+
+    The caller gives:
+        - count: How many; all of them if there are fewer.
+    """
+    import torch
+
+    if min(counts) < 0:
+        raise InvalidInputError(f"a count of tokens is at least 0; got {min(counts)}")
+    most = min(max(counts), rows.shape[-1])
+    logprobs, token_ids = rows.topk(most)
+    both = torch.stack([token_ids.double(), logprobs.double()]) if not rows.is_mps else None
+    found, values = both.tolist() if both is not None else (token_ids.tolist(), logprobs.tolist())
+    return [
+        [*zip(map(int, ids[:count]), own[:count], strict=True)]
+        for ids, own, count in zip(found, values, counts, strict=True)
+    ]
+
+
+def prefix_masses(trie: TokenCharacterTrie) -> together[list[float]]:
+    """Makes a function that sums each row over a trie once, for all prefixes that its caller asks
+    for: ``masses = prefix_masses(trie)``, then ``then=masses([b"th", b"a"])``.
+
+    The caller gives:
+        - prefixes: A list of prefixes, as :meth:`TokenCharacterTrie.find` takes them.
+
+    The function returns, for each prefix, the probability that the next token begins with it, as
+    :meth:`TokenCharacterTrie.mass` does: 0.0 if none does, and special tokens do not count.
+
+    Args:
+        trie: A trie over ``lm.byte_vocab``, best on the model's device.
+    """
+
+    @together
+    def masses(rows: torch.Tensor, prefixes: list[Sequence[Any]]) -> list[list[float]]:
+        import torch
+
+        nodes = [[trie.find(prefix) for prefix in own] for own in prefixes]
+        weights = rows.exp()
+        special = torch.from_numpy(trie.is_special).to(rows.device)
+        weights.masked_fill_(special, 0)
+        dtype = torch.float64 if trie.device == "cpu" else torch.float32
+        sums = trie.batch_weight_sum(weights, dtype=dtype)
+        some = [[node for node in own if node is not None] for own in nodes]
+        found = map(iter, _chosen(sums, some))
+        return [
+            [0.0 if node is None else next(mine) for node in own]
+            for own, mine in zip(nodes, found, strict=True)
+        ]
+
+    return masses
+
+
+def _chosen(rows: torch.Tensor, places: Sequence[Sequence[int]]) -> list[list[float]]:
+    """The numbers of each row in these places."""
+    import torch
+
+    most = max(map(len, places))
+    padded = torch.tensor([[*own, *[0] * (most - len(own))] for own in places], dtype=torch.long)
+    numbers = rows.gather(1, padded.to(rows.device)).tolist()
+    return [own[: len(mine)] for own, mine in zip(numbers, places, strict=True)]
+
+
+def _weights(
+    rows: torch.Tensor, allowed: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The probabilities of the allowed tokens, ``[k, m]`` float64, and their ids; without ids, of
+    all tokens, with 0 for those that are not allowed."""
+    import torch
+
+    rows = rows.cpu() if rows.is_mps else rows  # Metal has no float64
+    first = allowed[0]
+    same = all(each is first for each in allowed)
+    if same and first is not None and (ids := _tensor(first, rows)).dtype != torch.bool:
+        return rows[:, ids].double().exp_(), ids
+    weights = rows.double().exp_()
+    if same and first is None:
+        return weights, None
+    masks = [_mask(each, rows) for each in ([first] if same else allowed)]
+    return weights.masked_fill_(~torch.stack(masks), 0), None
+
+
+def _mask(allowed: Any, rows: torch.Tensor) -> torch.Tensor:
+    """A boolean tensor of what is allowed."""
+    import torch
+
+    if allowed is None:
+        return rows.new_ones(rows.shape[-1], dtype=torch.bool)
+    given = _tensor(allowed, rows)
+    if given.dtype == torch.bool:
+        return given
+    return rows.new_zeros(rows.shape[-1], dtype=torch.bool).index_fill_(0, given, True)
+
+
+def _tensor(allowed: Any, rows: torch.Tensor) -> torch.Tensor:
+    """What is allowed, as a tensor on the rows' device.
+
+    Raises:
+        InvalidInputError: it is neither a mask nor token ids, or there are no ids.
+    """
+    import torch
+
+    given, width = torch.as_tensor(allowed), rows.shape[-1]
+    if given.dtype == torch.bool:
+        right = given.shape == (width,)
+    else:
+        right = given.ndim == 1 and not given.is_floating_point() and bool(len(given))
+        right = right and bool((given >= 0).all() & (given < width).all())
+    if not right:
+        raise InvalidInputError(
+            f"allowed tokens are a boolean tensor [{width}], or at least one id from 0 to "
+            f"{width - 1}; got {given.dtype} of shape {[*given.shape]}"
+        )
+    return given.to(rows.device)

@@ -1,0 +1,167 @@
+"""Resampling and weights of particles.
+
+Weights are given by their logarithms, which need no normalising: a NumPy array, a list, or a tensor
+on any device. Ancestors come back as the same kind: particle ``i`` goes on as a copy of particle
+``ancestors[i]``.
+
+Sources:
+    Douc, Cappé and Moulines, "Comparison of resampling schemes for particle filtering", 2005.
+    Kong, "A note on importance sampling using standardized weights", 1992, of the effective sample
+    size.
+
+Examples:
+    >>> import math
+    >>> import numpy as np
+    >>> from genlm.core.resampling import effective_sample_size, log_mean_weight, systematic
+    >>> log_weights = np.log([0.5, 0.25, 0.25, 1.0])
+    >>> round(effective_sample_size(log_weights), 3)
+    2.909
+    >>> round(math.exp(log_mean_weight(log_weights)), 3)
+    0.5
+    >>> systematic(log_weights, uniform=0.6).tolist()
+    [0, 2, 3, 3]
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from genlm.core.checks import safe_repr
+from genlm.core.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def effective_sample_size(log_weights: Any) -> float:
+    """How many particles of equal weight are worth as much: from 1 to ``n``. Waits for the device
+    once.
+
+    Args:
+        log_weights: ``[n]`` Log-weights.
+
+    Raises:
+        InvalidInputError: no weight is positive, or one is NaN or infinite.
+    """
+    size = float(1 / _weights(log_weights).softmax(0).square().sum())
+    if math.isnan(size):
+        raise _worthless(log_weights)
+    return size
+
+
+def log_mean_weight(log_weights: Any) -> float:
+    """The logarithm of the mean weight. Summed over the times of resampling and the end, it
+    estimates the log normalising constant. Waits for the device once.
+
+    Args:
+        log_weights: ``[n]`` Log-weights.
+
+    Returns:
+        ``-inf`` if no weight is positive.
+    """
+    weights = _weights(log_weights)
+    return float(weights.logsumexp(0)) - math.log(len(weights))
+
+
+def systematic(log_weights: Any, uniform: float) -> Any:
+    """Systematic resampling: a particle of normalised weight ``w`` has ``n * w`` copies, rounded up
+    or down, by one uniform number for all.
+
+    Args:
+        log_weights: ``[n]`` Log-weights.
+        uniform: A number in [0, 1).
+
+    Returns:
+        ``[n]`` int64 Ancestors, in ascending order.
+
+    Raises:
+        InvalidInputError: no weight is positive, one is NaN or infinite, or the number is not in
+            [0, 1).
+    """
+    return _ancestors(log_weights, uniform, strata=True)
+
+
+def stratified(log_weights: Any, uniforms: Any) -> Any:
+    """Stratified resampling: one uniform number for each ``n``-th of the whole weight. A particle's
+    copies differ from ``n * w`` by less than 2.
+
+    Args:
+        log_weights: ``[n]`` Log-weights.
+        uniforms: ``[n]`` Numbers in [0, 1).
+
+    Returns:
+        ``[n]`` int64 Ancestors, in ascending order.
+
+    Raises:
+        InvalidInputError: as for :func:`systematic`.
+    """
+    return _ancestors(log_weights, uniforms, strata=True)
+
+
+def multinomial(log_weights: Any, uniforms: Any) -> Any:
+    """Multinomial resampling: each particle draws its ancestor by a uniform number of its own.
+
+    Args:
+        log_weights: ``[n]`` Log-weights.
+        uniforms: ``[n]`` Numbers in [0, 1).
+
+    Returns:
+        ``[n]`` int64 Ancestors, in the order of the numbers.
+
+    Raises:
+        InvalidInputError: as for :func:`systematic`.
+    """
+    return _ancestors(log_weights, uniforms, strata=False)
+
+
+def _ancestors(log_weights: Any, uniforms: Any, strata: bool) -> Any:
+    import torch
+
+    weights = _weights(log_weights)
+    n = len(weights)
+    points = torch.as_tensor(uniforms, dtype=torch.float64, device=weights.device)
+    if points.ndim and points.shape != (n,):
+        raise InvalidInputError(
+            f"{n} particles need {n} uniform numbers; got the shape {[*points.shape]}"
+        )
+    cumulative = weights.softmax(0).cumsum(0)
+    whole = cumulative[-1]
+    if not bool(torch.isfinite(whole) & (points >= 0).all() & (points < 1).all()):
+        if not bool(torch.isfinite(whole)):
+            raise _worthless(log_weights)
+        raise InvalidInputError(f"uniform numbers are from 0 to below 1; got {safe_repr(uniforms)}")
+    if strata:
+        points = (torch.arange(n, dtype=torch.float64, device=weights.device) + points) / n
+    # Below the whole, also where the product was rounded: no particle without weight is found.
+    points = (points * whole).minimum(whole.nextafter(whole.new_tensor(-math.inf)))
+    found = torch.searchsorted(cumulative, points, right=True).clamp_(max=n - 1)
+    return found.to(log_weights.device) if isinstance(log_weights, torch.Tensor) else found.numpy()
+
+
+def _weights(log_weights: Any) -> torch.Tensor:
+    """Log-weights as a tensor, ``[n]`` float64.
+
+    Raises:
+        InvalidInputError: they are no vector.
+    """
+    import torch
+
+    mps = isinstance(log_weights, torch.Tensor) and log_weights.is_mps  # has no float64
+    try:
+        given = torch.as_tensor(log_weights.cpu() if mps else log_weights, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        given = torch.empty(0)
+    if given.ndim != 1 or not len(given):
+        raise InvalidInputError(
+            f"log-weights are a vector with one number for each particle; got "
+            f"{safe_repr(log_weights)}"
+        )
+    return given
+
+
+def _worthless(log_weights: Any) -> InvalidInputError:
+    return InvalidInputError(
+        "log-weights must be numbers or -inf, and not all of them -inf: no particle has any weight "
+        f"left, or one is NaN or +inf; got {safe_repr(log_weights)}"
+    )

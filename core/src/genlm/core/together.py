@@ -1,0 +1,191 @@
+"""Functions of rows that run where the rows are, once a step, for all callers of that step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+from genlm.core.checks import safe_repr
+from genlm.core.copies import is_part
+from genlm.core.drawer import IN_CACHE, on_cpu
+from genlm.core.errors import InvalidInputError
+from genlm.core.runtime.lanes import let_go
+
+if TYPE_CHECKING:
+    import torch
+
+R = TypeVar("R")
+
+#: The most numbers in the matrix of one call on an accelerator, which is waited for in each call:
+#: 256 MiB of float32, which are 1,365 rows of 49,152 tokens.
+NUMBERS_PER_CALL = 1 << 26
+
+#: In which results tensors are looked for.
+CONTAINERS = (tuple, list, dict)
+
+
+class together(Generic[R]):
+    """Makes a function of the rows of many callers what each caller gives as ``then``.
+
+    The function runs on the engine thread, on the device where the rows are. Callers whose rows
+    come from one step share one call. So a program waits for a GPU once a step, and no caller gets
+    a row of its own. A large step takes several calls: on a CPU each call gets as many rows as its
+    cache holds, on an accelerator as many as take 256 MiB.
+
+    The result must depend on the caller's row and arguments alone: after an exception the function
+    is called again for fewer callers, down to those for whom it raises alone, and these get the
+    exception. So the failure of one caller concerns no other, and what is too large for the memory
+    is computed in parts.
+
+    While the function runs, its model waits: it must not block. It may ask other models; its own
+    model raises a :class:`~genlm.core.errors.ReentrancyError`. ``SystemExit`` and
+    ``KeyboardInterrupt`` end the model, as from a hook.
+
+    Args:
+        function: ``f(rows, first_arguments, second_arguments, ...)``. ``rows`` is a matrix
+            ``[k, len(lm.byte_vocab)]`` of float32 log-probabilities, a row for each of ``k``
+            callers; the function may write into it. Each further argument is a list of length
+            ``k``: what the callers have given in that place. It returns ``k`` results: a list, or
+            a tensor with ``k`` rows. An exception among them is raised by its caller alone. A
+            result that is a view of a larger tensor is copied, also inside a tuple, list or dict,
+            so that it keeps no other result and no row alive.
+
+    Raises:
+        InvalidInputError: it is not a function, or it is a coroutine function.
+
+    Examples:
+        >>> import asyncio
+        >>> from genlm.core import load_model_by_name, together
+        >>> @together
+        ... def ranked(rows, ranks):
+        ...     ordered = rows.argsort(-1, descending=True)
+        ...     return ordered[range(len(rows)), ranks].tolist()
+        >>> async def first_and_second(lm, ids):
+        ...     asked = (lm.next_token_logprobs(ids, then=ranked(rank)) for rank in (0, 1))
+        ...     return await asyncio.gather(*asked)
+        >>> with load_model_by_name("mock", backend="mock") as lm:
+        ...     first, second = asyncio.run(first_and_second(lm, [72]))
+        ...     row = lm.next_token_logprobs_sync([72])
+        >>> bool(row[first] == row.max() and row[second] < row[first])
+        True
+    """
+
+    @overload
+    def __init__(self: together[torch.Tensor], function: Callable[..., torch.Tensor]) -> None: ...
+
+    @overload
+    def __init__(self, function: Callable[..., Iterable[R]]) -> None: ...
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            raise InvalidInputError(
+                "together takes a plain function of rows and of what the callers give; got "
+                f"{safe_repr(function)}"
+            )
+        self.function = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *given: Any) -> Then[R]:
+        """What one caller gives as ``then``.
+
+        Args:
+            *given: The caller's own value for each argument of the function after ``rows``.
+        """
+        return Then(self, given)
+
+    def __repr__(self) -> str:
+        return f"<together {getattr(self.function, '__qualname__', safe_repr(self.function))}>"
+
+    def results_of(
+        self, calls: Sequence[tuple[Then[R], Sequence[torch.Tensor]]]
+    ) -> list[R | Exception]:
+        """The result of each caller, or the exception in its place."""
+        thens, results = zip(*calls, strict=True)
+        rows: Sequence[torch.Tensor] = [*chain.from_iterable(results)]  # one each
+        given: Sequence[Sequence[Any]] = [*map(attrgetter("given"), thens)]
+        most = IN_CACHE if on_cpu(rows[0].device) else NUMBERS_PER_CALL
+        some = max(1, most // len(rows[0]))
+        parts = (slice(begin, begin + some) for begin in range(0, len(rows), some))
+        return [*chain.from_iterable(self._isolated(rows[part], given[part]) for part in parts)]
+
+    def _isolated(
+        self, rows: Sequence[torch.Tensor], given: Sequence[Sequence[Any]]
+    ) -> list[R | Exception]:
+        """The results of one call; if it raises, those of calls for its halves, down to the callers
+        for whom it raises alone."""
+        import torch
+
+        try:
+            return self._called(torch.stack([*rows]), given)
+        except Exception as error:
+            if len(rows) == 1:
+                let_go(error)  # its calls hold rows
+                return [error]
+        middle = len(rows) // 2
+        return self._isolated(rows[:middle], given[:middle]) + self._isolated(
+            rows[middle:], given[middle:]
+        )
+
+    def _called(self, rows: torch.Tensor, given: Sequence[Sequence[Any]]) -> list[R | Exception]:
+        columns = map(list, zip(*given, strict=True))
+        results = [*self.function(rows, *columns)]
+        if len(results) != len(rows):
+            # Not tried again: alone, a function that returns one result would seem right.
+            wrong = (
+                f"{self!r} returned {len(results)} results for {len(rows)} rows; return one each"
+            )
+            return [InvalidInputError(wrong) for _ in rows]
+        return own(results)
+
+
+class Then(Generic[R]):
+    """A function of rows, and what one caller gives it: made by calling a :class:`together`."""
+
+    __slots__ = ("given", "together")
+
+    def __init__(self, function: together[R], given: Sequence[Any]) -> None:
+        self.together, self.given = function.results_of, given
+
+    def __call__(self, results: Sequence[torch.Tensor]) -> R:
+        """What the function makes of the one row that was asked."""
+        (made,) = self.together([(self, results)])
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+
+def own(results: list[Any]) -> list[Any]:
+    """The results, with copies of the tensors in them that keep more memory alive than theirs."""
+    import torch
+
+    left = results
+    while left:  # the types first: tuples of plain numbers, the most frequent, cost next to nothing
+        kinds = {*map(type, left)}
+        if any(issubclass(kind, torch.Tensor) for kind in kinds):
+            return [*map(_own, results)]
+        if not any(issubclass(kind, CONTAINERS) for kind in kinds):
+            break
+        left = [*chain.from_iterable(map(_parts, left))]
+    return results
+
+
+def _parts(result: Any) -> Iterable[Any]:
+    if isinstance(result, dict):
+        return result.values()
+    return result if isinstance(result, CONTAINERS) else ()
+
+
+def _own(result: Any) -> Any:
+    import torch
+
+    if isinstance(result, torch.Tensor):
+        return result.clone() if is_part(result) else result
+    if isinstance(result, dict):
+        return {key: _own(value) for key, value in result.items()}
+    if isinstance(result, tuple) and hasattr(result, "_fields"):  # a named one
+        return type(result)(*map(_own, result))
+    return type(result)(map(_own, result)) if isinstance(result, CONTAINERS) else result
