@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from genlm.kit.new_requests import EACH, Leaders, tokens_per_forward
 from genlm.kit.prefixes import key_of
 
-WORTH = 40
+TOKENS_PER_FORWARD = 40
 START = tuple(range(20))
 
 
@@ -23,21 +23,21 @@ def nothing(one, shared):
 
 def test_the_longest_goes_and_what_it_begins_with_waits():
     new = keys(*(START[:length] for length in range(1, 21)))
-    wait = Leaders(WORTH).waiting({}, new, nothing)
+    wait = Leaders(TOKENS_PER_FORWARD).waiting({}, new, nothing)
     assert wait == {ids for ids in new if EACH < len(ids) < 20}
 
 
 def test_nobody_waits_for_less_than_a_forward():
     new = keys(*((*START, last) for last in range(2)))
-    assert not Leaders(WORTH).waiting({}, new, nothing), "it saves 20 tokens"
+    assert not Leaders(TOKENS_PER_FORWARD).waiting({}, new, nothing), "it saves 20 tokens"
     assert Leaders(20).waiting({}, new, nothing)
-    assert tokens_per_forward("cuda") > tokens_per_forward("cpu") == WORTH
+    assert tokens_per_forward("cuda") > tokens_per_forward("cpu") == TOKENS_PER_FORWARD
 
 
 def test_nobody_waits_for_few_tokens_of_its_own():
     new = keys(*((*START, last) for last in range(60)))
-    assert not Leaders(WORTH).waiting({}, new, lambda one, shared: shared - EACH + 1)
-    assert Leaders(WORTH).waiting({}, new, lambda one, shared: shared - EACH)
+    assert not Leaders(TOKENS_PER_FORWARD).waiting({}, new, lambda one, shared: shared - EACH + 1)
+    assert Leaders(TOKENS_PER_FORWARD).waiting({}, new, lambda one, shared: shared - EACH)
 
 
 def test_another_adapter_begins_otherwise():
@@ -48,7 +48,7 @@ def test_another_adapter_begins_otherwise():
 
 
 def test_they_wait_for_one_that_is_under_way_and_no_longer():
-    leaders: Leaders = Leaders(WORTH)
+    leaders: Leaders = Leaders(TOKENS_PER_FORWARD)
     begun, new = keys((*START, 1)), keys((*START, 2), (*START, 3))
     for _ in range(3):
         assert leaders.waiting(begun, new, nothing) == {*new}
@@ -59,7 +59,7 @@ def test_they_wait_for_one_that_is_under_way_and_no_longer():
 @pytest.mark.parametrize("fate", ["does not begin", "leaves", "is preempted"])
 def test_who_has_waited_in_vain_waits_for_no_later_one(fate):
     """The longest was asked last, so another one may have no room for it, and some for others."""
-    leaders: Leaders = Leaders(WORTH)
+    leaders: Leaders = Leaders(TOKENS_PER_FORWARD)
     new = keys(*((*START, last) for last in range(5)), (*START, 5, 6, 7))
     *others, first = new
     assert leaders.waiting({}, new, nothing) == {*others}
@@ -71,7 +71,7 @@ def test_who_has_waited_in_vain_waits_for_no_later_one(fate):
 
 def test_they_wait_for_one_before_them_until_its_turn_comes():
     """As where a step has no room for all prompts."""
-    leaders: Leaders = Leaders(WORTH)
+    leaders: Leaders = Leaders(TOKENS_PER_FORWARD)
     first, *others = new = keys(*((*START, last) for last in range(5)))
     for _ in range(3):
         assert leaders.waiting({}, new, nothing) == {*others}
@@ -89,7 +89,7 @@ def test_who_knows_more_waits_for_the_next():
 
 
 def test_nobody_waits_for_one_after_the_other_where_what_they_compute_is_lost():
-    leaders: Leaders = Leaders(WORTH)
+    leaders: Leaders = Leaders(TOKENS_PER_FORWARD)
     new = keys(*((*START, last) for last in range(9)))
     others = [*new][1:]
     assert leaders.waiting({}, new, nothing) == {*others}
@@ -100,9 +100,9 @@ contexts = st.lists(st.integers(0, 1), min_size=1, max_size=30).map(tuple)
 
 
 @given(st.sets(contexts, min_size=1, max_size=20), st.integers(0, 60), st.integers(1, 8), st.data())
-def test_whatever_happens_all_are_let_go(new, worth, each, data):
+def test_whatever_happens_all_are_let_go(new, least_saved, each, data):
     """One that is let go may begin, or be sent back; those that begin end some time."""
-    leaders: Leaders = Leaders(worth, each)
+    leaders: Leaders = Leaders(least_saved, each)
     waiting, begun, steps = keys(*sorted(new)), {}, 0
     computed: set = set()
 

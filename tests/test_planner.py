@@ -35,7 +35,7 @@ from genlm.kit.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Re
 from genlm.kit.kv.placement import Placement
 from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sequence import TokenSequence
-from genlm.kit.kv.sharing import Together, Worth
+from genlm.kit.kv.sharing import BatchCost, SharingCosts
 from genlm.kit.prefixes import key_of, length_of
 from genlm.kit.segments import Segment, Slot, Trunk
 
@@ -43,14 +43,14 @@ pytestmark = pytest.mark.any_version
 
 #: The numbers of hf on a CPU, of mlx, some small ones, so that short contexts reach all of them,
 #: and those of hf elsewhere.
-WORTHS = (
-    Worth(),
-    Worth(sharing=512, waste=2.0),
-    Worth(2, 2, 4, 2, 6, 1.25, 1, 2, 2, 3, each=2),
-    Worth(1, 1, 1, 1, 1, 1.0, 0, 1, 1, 2, each=1),
-    Worth(4, 9, 16, 8, 12, 2.0, 4, 4, 4, 6, each=3),
-    Worth(2, 2, 4, 2, 6, 1.25, 1, 2, 2, 3, 60, each=2),
-    Worth(waiting=1024, plenty=2**18),
+SHARING_COSTS = (
+    SharingCosts(),
+    SharingCosts(sharing=512, waste=2.0),
+    SharingCosts(2, 2, 4, 2, 6, 1.25, 1, 2, 2, 3, each=2),
+    SharingCosts(1, 1, 1, 1, 1, 1.0, 0, 1, 1, 2, each=1),
+    SharingCosts(4, 9, 16, 8, 12, 2.0, 4, 4, 4, 6, each=3),
+    SharingCosts(2, 2, 4, 2, 6, 1.25, 1, 2, 2, 3, 60, each=2),
+    SharingCosts(waiting=1024, plenty=2**18),
 )
 
 #: Lengths on both sides of every threshold, and of the chunks that long prompts are computed in.
@@ -174,17 +174,19 @@ class PlannerMachine(RuleBasedStateMachine):
     """Contexts are asked, computed, lost, pinned and dropped, and some commands fail."""
 
     @initialize(
-        worth=st.sampled_from(WORTHS),
+        costs=st.sampled_from(SHARING_COSTS),
         budget=st.sampled_from([0, 1, 7, 40, 100, 300, 1000, 5000, 20_000, 10**9]),
         aside=st.sampled_from([None, None, None, 0, 50, 3000]),
         shares=st.sampled_from([True, True, True, False]),
         seed=st.integers(0, 2**32),
     )
-    def begin(self, worth: Worth, budget: int, aside: int | None, shares: bool, seed: int) -> None:
+    def begin(
+        self, costs: SharingCosts, budget: int, aside: int | None, shares: bool, seed: int
+    ) -> None:
         self.table = Cells(budget, aside)
-        self.planner: Planner[Wanted] = Planner(self.table, worth, shares)
+        self.planner: Planner[Wanted] = Planner(self.table, costs, shares)
         self.bounded = budget if aside is None else None
-        self.long = worth.step == Worth().step
+        self.long = costs.step == SharingCosts().step
         self.random = random.Random(seed)
         self.live: list[Wanted] = [Wanted((1,))]
         self.pinned: dict[bytes, Wanted] = {}
@@ -424,9 +426,11 @@ def test_any_sequence_of_plans_keeps_what_it_says() -> None:
 class Kept(Planner[Wanted]):
     """One whose cells can be written."""
 
-    def __init__(self, budget: int, worth: Worth = WORTHS[2], aside: int | None = None) -> None:
+    def __init__(
+        self, budget: int, costs: SharingCosts = SHARING_COSTS[2], aside: int | None = None
+    ) -> None:
         self.cells = Cells(budget, aside)
-        super().__init__(self.cells, worth)
+        super().__init__(self.cells, costs)
 
 
 def ask(planner: Kept, *contexts: Sequence[int]) -> None:
@@ -486,7 +490,7 @@ def test_what_is_not_pinned_can_be_dropped() -> None:
 def test_a_pinned_context_that_is_computed_whole_takes_no_more_afterwards() -> None:
     """It was pinned a second time, as a trunk that takes all its positions, and contexts that fit
     before fitted no more."""
-    kept = Kept(budget=70, worth=WORTHS[4])
+    kept = Kept(budget=70, costs=SHARING_COSTS[4])
     prompt = [1] * 29
     for pinned in (prompt, [*prompt, 2, 3, 4]):  # the second one is a slot of three
         ask(kept, pinned)
@@ -515,7 +519,7 @@ def test_while_there_is_plenty_of_room_only_what_saves_much_becomes_a_trunk(know
     prompt = [1] * 600
 
     def trunks(budget: int, forks: int) -> int:
-        kept = Kept(budget, Worth(plenty=10_000))
+        kept = Kept(budget, SharingCosts(plenty=10_000))
         if known:
             ask(kept, prompt)
         ask(kept, *([*prompt, token] for token in range(forks)))
@@ -530,7 +534,7 @@ def test_while_there_is_plenty_of_room_few_contexts_copy_a_pinned_trunk() -> Non
     prompt = [1] * 600
 
     def standing(budget: int, forks: int) -> int:
-        kept = Kept(budget, Worth(plenty=10_000))
+        kept = Kept(budget, SharingCosts(plenty=10_000))
         ask(kept, prompt)
         kept.pin(Wanted(prompt))
         contexts = [[*prompt, token] for token in range(forks)]
@@ -553,7 +557,7 @@ def test_slots_share_their_prompt_when_half_of_the_room_is_taken(
     size: int, then: list[list[int]]
 ) -> None:
     """Not a trunk for each slot."""
-    kept = Kept(24_100, Worth(plenty=10_000))
+    kept = Kept(24_100, SharingCosts(plenty=10_000))
     ask(kept, [1] * size)
     ask(kept, *([*[1] * size, at] for at in range(16)))
     assert kept.tree.trunk_positions == 0
@@ -563,7 +567,7 @@ def test_slots_share_their_prompt_when_half_of_the_room_is_taken(
 
 def test_forks_share_their_prompt_beside_a_longer_context() -> None:
     """With slots as long as that one, they would take more than half of the room."""
-    kept = Kept(30_000, Worth(plenty=10_000))
+    kept = Kept(30_000, SharingCosts(plenty=10_000))
     ask(kept, [1] * 600)
     ask(kept, *([*[1] * 600, at] for at in range(8)), [2] * 2000)
     assert kept.tree.trunk_positions == 600 + 2000
@@ -571,7 +575,7 @@ def test_forks_share_their_prompt_beside_a_longer_context() -> None:
 
 def test_all_that_wait_are_counted() -> None:
     """While a leader is computed, the rows of those that wait for another one are not there yet."""
-    kept = Kept(15_000, Worth(plenty=10_000))
+    kept = Kept(15_000, SharingCosts(plenty=10_000))
     asked = [Wanted([*[prompt] * 600, at]) for prompt in (1, 2) for at in range(8)]
     assert [one.trunk and one.trunk.size for one in kept.place(asked)] == [600, 600]
     kept.abandon()
@@ -590,7 +594,7 @@ def test_a_known_sequence_is_not_inside_of_one_that_starts_behind_it() -> None:
 
 
 def test_what_is_inside_waits_with_the_one_that_it_is_inside_of() -> None:
-    kept = Kept(budget=10_000, worth=Worth())
+    kept = Kept(budget=10_000, costs=SharingCosts())
     start = [*range(100)]
     asked = [Wanted([*start, at, at][:length]) for at in (7, 8, 9) for length in (101, 102)]
     rounds = []
@@ -602,15 +606,15 @@ def test_what_is_inside_waits_with_the_one_that_it_is_inside_of() -> None:
 
 @pytest.mark.parametrize("least", [40, 1024])
 def test_what_is_inside_of_another_costs_a_step_nothing(least: int) -> None:
-    together: Together[str] = Together(least, nests=True)
+    cost: BatchCost[str] = BatchCost(least, nests=True)
     text = [*range(20)]
-    together.add(Wanted(text), 4, "text")
-    assert together.leader(Wanted(text[:9]), 4) == ("text", 9)
-    assert together.leader(Wanted([*text, 1, 2]), 4) == ("text", 20)
-    assert together.leader(Wanted([*text[:19], 1, 2]), 4) == (None, 4), "too few to wait for"
-    assert together.leader(Wanted(text[:4]), 3) == (None, 3), "it is known but for its last token"
-    together.add(Wanted(text[:18]), 17, "one token")
-    assert together.leader(Wanted([*text[:18], 99]), 4) == (None, 4), "no key is made of that"
+    cost.add(Wanted(text), 4, "text")
+    assert cost.leader(Wanted(text[:9]), 4) == ("text", 9)
+    assert cost.leader(Wanted([*text, 1, 2]), 4) == ("text", 20)
+    assert cost.leader(Wanted([*text[:19], 1, 2]), 4) == (None, 4), "too few to wait for"
+    assert cost.leader(Wanted(text[:4]), 3) == (None, 3), "it is known but for its last token"
+    cost.add(Wanted(text[:18]), 17, "one token")
+    assert cost.leader(Wanted([*text[:18], 99]), 4) == (None, 4), "no key is made of that"
 
 
 def test_slot_that_gave_way_to_an_equal_trunk_is_not_split_again() -> None:
@@ -655,7 +659,7 @@ def test_memory_is_free_at_once_when_all_is_dropped() -> None:
 def test_the_last_commands_are_kept_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "_last", None)
     last = history.keep()
-    kept = Kept(budget=10_000, worth=Worth())
+    kept = Kept(budget=10_000, costs=SharingCosts())
     ask(kept, [1] * 9)
     ask(kept, [1] * 9 + [2], [1] * 9 + [3])
     assert last[-1] == "Fork: 9 columns of slots 0 to slots 1"

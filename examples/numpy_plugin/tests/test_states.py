@@ -11,12 +11,12 @@ from genlm_numpy.network import Array, Attend, Indices, Network
 from genlm_numpy.states import States
 
 from genlm.conformance import Program
-from genlm.kit.kv import Worth
+from genlm.kit.kv import SharingCosts
 
 from .test_conformance import write_adapter, write_model
 
 #: So small that short contexts are shared, split, moved, joined and evicted in every way.
-SMALL = Worth(2, 2, 4, 2, 6, 1.25, 1, 2, 2, 3)
+SMALL = SharingCosts(2, 2, 4, 2, 6, 1.25, 1, 2, 2, 3)
 
 
 class Failing(Network):
@@ -57,12 +57,12 @@ class OnNumpy(Program):
 
 
 @pytest.mark.parametrize(
-    ("worth", "longest", "budget"),
-    [*((SMALL, 30, budget) for budget in (0, 20, 100, 400, 10_000)), (Worth(), 1024, 3000)],
+    ("costs", "longest", "budget"),
+    [*((SMALL, 30, budget) for budget in (0, 20, 100, 400, 10_000)), (SharingCosts(), 1024, 3000)],
 )
-def test_random_programs(worth: Worth, longest: int, budget: int, tmp_path: Path) -> None:
+def test_random_programs(costs: SharingCosts, longest: int, budget: int, tmp_path: Path) -> None:
     engine = NumpyEngine(write_model(tmp_path / "model.npz"))
-    engine._states = States(engine._networks, budget, worth)
+    engine._states = States(engine._networks, budget, costs)
     program = OnNumpy(
         engine=engine,
         source=random.Random(budget),

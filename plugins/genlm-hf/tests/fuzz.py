@@ -23,7 +23,7 @@ from genlm.core.errors import EngineError, InvalidAdapterError, UnsupportedError
 from genlm.hf.costs import COSTS, Costs
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
-from genlm.kit.kv.sharing import Worth
+from genlm.kit.kv.sharing import SharingCosts
 from genlm.kit.twin import TOKENS
 from tests.programs import constants
 
@@ -52,8 +52,8 @@ CONSTANTS = {
         {"cpu": Costs(products=64, plenty=300, forward=4)},
     ),
     "genlm.hf.layout.SPARE_TOKENS": (0, 32, 4096),
-    "genlm.hf.strategies.WORTH": tuple(
-        Worth(waiting=waiting, sharing=sharing, trunk=trunk, each=min(waiting, 8))
+    "genlm.hf.strategies.SHARING_COSTS": tuple(
+        SharingCosts(waiting=waiting, sharing=sharing, trunk=trunk, each=min(waiting, 8))
         for waiting in (2, 40)
         for sharing in (1, 16, 1024)
         for trunk in (2, 32, 512)

@@ -37,7 +37,7 @@ from genlm.hf.options import HFOptions
 from genlm.hf.pool import PoolLayer, SlotPool
 from genlm.hf.probe import Choice
 from genlm.hf.reuse import Reuse
-from genlm.hf.strategies import WORTH, Computed
+from genlm.hf.strategies import SHARING_COSTS, Computed
 from genlm.hf.upload import Upload
 from tests.engines import rows_of
 from tools.launched import Launched
@@ -250,7 +250,9 @@ def launched(engine: HFEngine, contexts: Sequence[Sequence[int]]) -> int:
     return ours.count - raw.count
 
 
-@pytest.mark.parametrize(("length", "n"), [(20, 1), (20, 64), (WORTH.trunk + 8, 1), (600, 3)])
+@pytest.mark.parametrize(
+    ("length", "n"), [(20, 1), (20, 64), (SHARING_COSTS.trunk + 8, 1), (600, 3)]
+)
 def test_a_step_launches_ten_kernels_more_than_transformers(
     length: int, n: int, there: Make
 ) -> None:
@@ -266,7 +268,7 @@ def test_a_step_launches_ten_kernels_more_than_transformers(
 def test_contexts_behind_shared_prompts_launch_no_more_while_there_is_room(there: Make) -> None:
     """On an H200 trunks took twice as long as slots."""
     engine = there(LLAMA)
-    prompts = [one * 4 for one in contexts_of(WORTH.trunk // 4, 8)]
+    prompts = [one * 4 for one in contexts_of(SHARING_COSTS.trunk // 4, 8)]
     contexts = [[*prompt, at] for prompt in prompts for at in range(4)]
     for token in range(2):
         rows_of(engine, [Query(tuple(one)) for one in contexts])
@@ -302,7 +304,7 @@ def test_one_more_trunk_launches_one_kernel_a_layer(shared: int) -> None:
     counts = []
     for n in (4, 12):
         engine = proven(copy.deepcopy(model)).engine
-        prompts = [one * 4 for one in contexts_of(WORTH.trunk // 4, n)]
+        prompts = [one * 4 for one in contexts_of(SHARING_COSTS.trunk // 4, n)]
         for prompt in prompts:
             ask(engine, prompt)
         contexts = [[*prompt, at] for at in range(shared) for prompt in prompts]
@@ -322,7 +324,7 @@ def test_rows_that_leave_a_trunk_early_are_copied_from_it_together(
     counts = []
     for n in (2, 64):
         engine = proven(copy.deepcopy(model)).engine
-        (prompt,) = [one * 4 for one in contexts_of(WORTH.trunk // 4, 1)]
+        (prompt,) = [one * 4 for one in contexts_of(SHARING_COSTS.trunk // 4, 1)]
         for contexts in ([prompt], [[*prompt, at] for at in range(3)], contexts_of(20, n)):
             ask(engine, *contexts)
         with Launched() as launched:

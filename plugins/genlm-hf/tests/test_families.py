@@ -12,7 +12,7 @@ from genlm.core import Query
 from genlm.hf import strategies
 from genlm.hf.engine import HFEngine
 from genlm.hf.reuse import Reuse
-from genlm.kit.kv.sharing import Worth
+from genlm.kit.kv.sharing import SharingCosts
 
 from .models import beside, check_random_program, draw, proven, unproven
 from .shapes import LATENT, LFM2, LLAMA4, MAMBA, QWEN3_NEXT, SHAPE, TOKENS
@@ -138,14 +138,16 @@ def test_a_copy_of_a_model_that_is_open_shares_prompts_too() -> None:
 
 #: Prefixes are shared from a length within the window on, and from one beyond it; the long ones of
 #: single contexts are in trunks of their own.
-WORTHS = [Worth(sharing=1), Worth(sharing=64, trunk=66)]
+SHARING_COSTS = [SharingCosts(sharing=1), SharingCosts(sharing=64, trunk=66)]
 
 
-@pytest.mark.parametrize("worth", WORTHS, ids=["within a window", "beyond a window"])
+@pytest.mark.parametrize("costs", SHARING_COSTS, ids=["within a window", "beyond a window"])
 @pytest.mark.parametrize("family", SHARED)
-def test_rows_behind_trunks(family: str, worth: Worth, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategies, "WORTH", worth)
+def test_rows_behind_trunks(
+    family: str, costs: SharingCosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategies, "SHARING_COSTS", costs)
     model = proven(SHARED[family], max_batch_tokens=48)
-    (prompt,) = draw(1, worth.sharing + 2)
+    (prompt,) = draw(1, costs.sharing + 2)
     model.check(*[(*prompt, token) for token in range(4)])  # the prompt is not computed yet
-    check_random_program(model, f"{family} {worth}", prompt=prompt)
+    check_random_program(model, f"{family} {costs}", prompt=prompt)

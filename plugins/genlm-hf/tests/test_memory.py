@@ -24,7 +24,7 @@ from genlm.hf.slabs import Part, Slab
 from genlm.hf.strategies import Computed
 from genlm.hf.table import PoolTable
 from genlm.kit.kv.commands import Command, Join
-from genlm.kit.kv.sharing import Worth
+from genlm.kit.kv.sharing import SharingCosts
 
 from .families import small_family
 from .models import draw, llama_config, proven
@@ -158,7 +158,9 @@ def test_rows_that_cannot_be_normalised_leave_nothing_behind(
 def test_out_of_memory_while_slots_are_copied(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str
 ) -> None:
-    monkeypatch.setattr(strategies, "WORTH", Worth(sharing=16 if name == "shift" else 1024))
+    monkeypatch.setattr(
+        strategies, "SHARING_COSTS", SharingCosts(sharing=16 if name == "shift" else 1024)
+    )
     llama = proven(llama_config())
     (prompt,) = draw(1, 40)
     llama.check(prompt[:20])
@@ -171,7 +173,7 @@ def test_out_of_memory_while_slots_are_copied(
 
 @pytest.mark.parametrize("fails", [False, True], ids=["there is room", "out of memory"])
 def test_trunks_are_merged(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategies, "WORTH", Worth(trunk=32))
+    monkeypatch.setattr(strategies, "SHARING_COSTS", SharingCosts(trunk=32))
     real, merged = PoolTable.do, []
 
     def do(table: PoolTable, command: Command) -> None:

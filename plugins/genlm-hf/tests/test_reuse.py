@@ -14,7 +14,7 @@ from genlm.hf import strategies
 from genlm.hf.costs import COSTS, Costs
 from genlm.kit import prefixes
 from genlm.kit.kv import sequence
-from genlm.kit.kv.sharing import Worth
+from genlm.kit.kv.sharing import SharingCosts
 from genlm.kit.segments import Trunk
 from tests.engines import add_lora, rows_of
 
@@ -197,7 +197,7 @@ def test_a_prompt_is_kept_once() -> None:
 
 def test_a_prompt_waits_for_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another context fills the first forward; nothing of the shared prompt is in it."""
-    monkeypatch.setattr(strategies, "WORTH", Worth(waiting=2, sharing=1, trunk=2))
+    monkeypatch.setattr(strategies, "SHARING_COSTS", SharingCosts(waiting=2, sharing=1, trunk=2))
     model = proven(llama_config(), max_batch_tokens=50)
     other, prompt = draw(2, 100)
     model.check_scores((other, (1,)), *(((*prompt, token), (5,)) for token in range(4)))
@@ -211,13 +211,15 @@ def test_a_pinned_prompt_is_read_by_all(llama: Any) -> None:
     assert llama.forwards == [5 + 400]
 
 
-@pytest.mark.parametrize("worth", [Worth(), Worth(sharing=16, trunk=32)], ids=["slots", "trunks"])
+@pytest.mark.parametrize(
+    "costs", [SharingCosts(), SharingCosts(sharing=16, trunk=32)], ids=["slots", "trunks"]
+)
 def test_state_belongs_to_an_adapter(
-    worth: Worth, tiny: str, lora_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    costs: SharingCosts, tiny: str, lora_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a prompt is computed in chunks, and of contexts that others begin with."""
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
-    monkeypatch.setattr(strategies, "WORTH", worth)
+    monkeypatch.setattr(strategies, "SHARING_COSTS", costs)
     base = [AutoModelForCausalLM.from_pretrained(tiny) for _ in range(2)]
     adapted = peft.PeftModel.from_pretrained(base[1], lora_folders["a"]).eval()
     model = beside(base[0], adapted, max_batch_tokens=32)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from genlm.conformance import Program
 from genlm.core import Query
 from genlm.core.types import TokenIds
-from genlm.kit.kv.sharing import Worth
+from genlm.kit.kv.sharing import SharingCosts
 from genlm.mlx import store
 from genlm.mlx.blocks import Blocks
 from genlm.mlx.loading import load
@@ -46,12 +46,12 @@ CONSTANTS = {
     "genlm.mlx.layout.FEW": [1, 8],
     "genlm.mlx.runner.FIRST_LOGITS": [1, 64],
 }
-WORTHS = [
-    store.WORTH,
-    Worth(),
-    Worth(2, 2, 4, 2, 6, 1.25, 1, 2, 2, 3),
-    Worth(1, 1, 1, 1, 1, 1.0, 0, 1, 1, 2),
-    Worth(4, 3, 40, 8, 64, 2.0, 4, 4, 4, 6),
+SHARING_COSTS = [
+    store.SHARING_COSTS,
+    SharingCosts(),
+    SharingCosts(2, 2, 4, 2, 6, 1.25, 1, 2, 2, 3),
+    SharingCosts(1, 1, 1, 1, 1, 1.0, 0, 1, 1, 2),
+    SharingCosts(4, 3, 40, 8, 64, 2.0, 4, 4, 4, 6),
 ]
 STEP_SIZES = [3, 16, 50, 256, 2048]
 BUDGETS = [None, 0, 30_000, 1_000_000]
@@ -141,7 +141,7 @@ def program(
         if any(hasattr(layer, "max_size") for layer in engine._runner.empty_cache()):
             kind = source.choice([Store, Blocks])  # both can hold windows
         if kind is Store:
-            settings = source.choice(WORTHS)
+            settings = source.choice(SHARING_COSTS)
         elif kind is Blocks:
             settings = source.choice([getattr(kept, "_ragged", True), False])
         if settings is not None:

@@ -24,7 +24,7 @@ from genlm.vllm import in_flight
 from genlm.vllm.internals import EngineCore, logits_processor_interfaces
 from genlm.vllm.loading import load
 from genlm.vllm.rows import LocalRows
-from genlm.vllm.scoring import worth_scoring
+from genlm.vllm.scoring import cheaper_as_requests
 from tests.adapter_outcomes import reference_rows
 
 from .driven import SMALL, DrivenVllm, text
@@ -339,7 +339,7 @@ def test_scores_read_no_state_that_vllm_leaves_out_of_them(engine):
 
 
 @pytest.mark.parametrize(
-    ("length", "scored", "mode", "forks", "worth"),
+    ("length", "scored", "mode", "forks", "native"),
     [
         (200, 8, "raw_logprobs", True, True),
         (200, 8, "raw_logits", True, False),  # the engine was told to give logits
@@ -348,10 +348,10 @@ def test_scores_read_no_state_that_vllm_leaves_out_of_them(engine):
         (15, 1, "raw_logprobs", False, False),
     ],
 )
-def test_what_vllm_scores(length, scored, mode, forks, worth):
+def test_what_vllm_scores(length, scored, mode, forks, native):
     core = SimpleNamespace(block_size=32, logprobs_mode=mode, forks=forks)
     request = ScoreRequest(Query(text(0, length)), text(1, scored))
-    assert worth_scoring([request], core) == [request] * worth
+    assert cheaper_as_requests([request], core) == [request] * native
 
 
 def assert_scores(engine, scores, asked):

@@ -9,7 +9,7 @@ import torch
 
 from genlm.core import Adapter, Query, hookimpl
 from genlm.core.mock import ByteTokenizer
-from genlm.kit.kv import TokenSequence, Worth
+from genlm.kit.kv import SharingCosts, TokenSequence
 from genlm_numpy.network import Network
 from genlm_numpy.states import States
 
@@ -29,7 +29,7 @@ class NumpyEngine:
         self.device = "cpu"
         self.model = Network.load(path)
         self._networks = {0: self.model}  # by the adapter's version
-        self._states = States(self._networks, kept, Worth())
+        self._states = States(self._networks, kept, SharingCosts())
 
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:

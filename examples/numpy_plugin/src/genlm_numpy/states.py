@@ -63,10 +63,10 @@ class Table:
 class States:
     """Computes contexts, each from its longest known prefix."""
 
-    def __init__(self, networks: dict[int, Network], kept: int, worth: kv.Worth) -> None:
+    def __init__(self, networks: dict[int, Network], kept: int, costs: kv.SharingCosts) -> None:
         self._networks = networks  # by the adapter's version
         self._table = Table(networks[0], kept)
-        self.planner: kv.Planner[kv.TokenSequence] = kv.Planner(self._table, worth)
+        self.planner: kv.Planner[kv.TokenSequence] = kv.Planner(self._table, costs)
 
     def logits(self, sequences: Sequence[kv.TokenSequence]) -> Array:
         """The scores of what may follow each sequence."""

@@ -29,12 +29,12 @@ class Leaders(Generic[T]):
     that has begun or was asked before.
 
     Args:
-        worth: Requests wait if this saves so many tokens in all.
+        least_saved: Requests wait if this saves so many tokens in all.
         each: And only those that have so many of their own computed by others.
     """
 
-    def __init__(self, worth: int, each: int = EACH) -> None:
-        self._worth, self._each = worth, each
+    def __init__(self, least_saved: int, each: int = EACH) -> None:
+        self._least_saved, self._each = least_saved, each
         # For which each has waited, and how many of its tokens were known.
         self._waited: dict[T, tuple[T, int]] = {}
 
@@ -68,7 +68,7 @@ class Leaders(Generic[T]):
                     saved += shared - there
                     continue
             index.add(new[one], one)
-        if saved < self._worth:
+        if saved < self._least_saved:
             wait = {}
         self._waited = {one: self._waited[one] for one in new if one in self._waited} | wait
         return set(wait)

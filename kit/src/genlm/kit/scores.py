@@ -18,7 +18,7 @@ A_ROW = 3
 FEW = 8
 
 
-def worth_scoring(scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
+def cheaper_as_requests(scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
     """Those of some that are asked together for which a request costs less than rows.
 
     A request computes all that it scores, and has one row. Of candidates that begin alike the rows
@@ -28,8 +28,8 @@ def worth_scoring(scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
     for each in scores:
         if len(each.continuation) > 1:  # else the context's row has it
             behind.setdefault(each.query, []).append(each)
-    worth = [each for group in behind.values() if _cost_less(group) for each in group]
-    return worth if sum(len(each.continuation) for each in worth) >= FEW else []
+    cheaper = [each for group in behind.values() if _cost_less(group) for each in group]
+    return cheaper if sum(len(each.continuation) for each in cheaper) >= FEW else []
 
 
 def _cost_less(group: Sequence[ScoreRequest]) -> bool:

@@ -15,9 +15,9 @@ of all trunks.
 - :class:`~genlm.kit.kv.planner.Planner`: where sequences start, which of them wait for
   another one of their batch or are computed with it, and what is copied, shared and pinned.
 - :class:`~genlm.kit.kv.trunks.Trunks`: which positions of slots become trunks.
-- :class:`~genlm.kit.kv.room.Room`: what is dropped when the budget is spent, and how large
+- :class:`~genlm.kit.kv.capacity.Capacity`: what is dropped when the budget is spent, and how large
   the table is.
-- :class:`~genlm.kit.kv.sharing.Worth`: the numbers for all these decisions.
+- :class:`~genlm.kit.kv.sharing.SharingCosts`: the numbers for all these decisions.
 - :class:`~genlm.kit.kv.scored.ScoredRows`: which rows are computed for scores that are asked
   together.
 - :class:`~genlm.kit.kv.tree.Tree` records what is kept, and decides nothing.
@@ -51,7 +51,7 @@ from genlm.kit.kv.commands import (
 from genlm.kit.kv.placement import Placement
 from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sequence import TokenSequence
-from genlm.kit.kv.sharing import Worth
+from genlm.kit.kv.sharing import SharingCosts
 
 __all__ = [
     "Blank",
@@ -63,8 +63,8 @@ __all__ = [
     "Placement",
     "Planner",
     "Resize",
+    "SharingCosts",
     "Shift",
     "Table",
     "TokenSequence",
-    "Worth",
 ]

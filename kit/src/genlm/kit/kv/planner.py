@@ -8,12 +8,12 @@ from operator import sub
 from typing import Any, Generic, TypeVar, cast
 
 from genlm.core.errors import PluginError
+from genlm.kit.kv.capacity import Capacity, Needs
 from genlm.kit.kv.commands import Blank, Copy, Fork, NewTrunk, Table
 from genlm.kit.kv.history import noted
 from genlm.kit.kv.placement import Placement, nested
-from genlm.kit.kv.room import Needs, Room
 from genlm.kit.kv.sequence import TokenSequence
-from genlm.kit.kv.sharing import Together, Worth, best_cut
+from genlm.kit.kv.sharing import BatchCost, SharingCosts, best_cut
 from genlm.kit.kv.tree import Tree
 from genlm.kit.kv.trunks import Trunks
 from genlm.kit.segments import Segment, Slot, Trunk
@@ -21,7 +21,7 @@ from genlm.kit.segments import Segment, Slot, Trunk
 A = TypeVar("A", bound=TokenSequence)
 
 #: The numbers for a batch, and how many positions of each trunk it would copy.
-Weighed = tuple[Worth, Counter[Trunk]]
+Weighed = tuple[SharingCosts, Counter[Trunk]]
 
 
 class Planner(Generic[A]):
@@ -42,38 +42,40 @@ class Planner(Generic[A]):
 
     Args:
         table: Carries out commands.
-        worth: The numbers for decisions on sharing.
+        costs: The numbers for decisions on sharing.
         shares: Whether prefixes may be shared; else every context has its own slot.
 
     Attributes:
         tree: What is kept.
     """
 
-    def __init__(self, table: Table, worth: Worth | None = None, shares: bool = True) -> None:
+    def __init__(
+        self, table: Table, costs: SharingCosts | None = None, shares: bool = True
+    ) -> None:
         self._table = table = noted(table)
-        self._worth = worth or Worth()
+        self._costs = costs or SharingCosts()
         self._shares = shares
         self.tree = Tree()
-        self._room = Room(self.tree, table, self._worth)
-        self._trunks = Trunks(self.tree, self._room, table, self._worth)
+        self._capacity = Capacity(self.tree, table, self._costs)
+        self._trunks = Trunks(self.tree, self._capacity, table, self._costs)
         self._running: list[Placement[A]] = []  # the batch that is neither committed nor given up
 
     # --- what is known ----------------------------------------------------------------------------
 
     def fits(self, length: int) -> bool:
         """Whether a context of this length can be kept besides the pinned ones."""
-        if self._shares and length >= self._worth.trunk:
-            return self._room.has(Needs(trunks=length))
-        return self._room.has(Needs(slots=1, columns=self._worth.columns(length)))
+        if self._shares and length >= self._costs.trunk:
+            return self._capacity.has(Needs(trunks=length))
+        return self._capacity.has(Needs(slots=1, columns=self._costs.columns(length)))
 
     def known(self, sequence: TokenSequence) -> int:
         """How many leading tokens of a sequence need not be computed."""
         return min(self.tree.start_of(sequence)[1], sequence.latest_start)
 
-    def together(self) -> Together[Any]:
+    def batch_cost(self) -> BatchCost[Any]:
         """What further sequences cost in a batch with these, at the most: what several of them
         would save together is not counted."""
-        return Together(self._worth.waiting, nests=True)
+        return BatchCost(self._costs.waiting, nests=True)
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -137,7 +139,7 @@ class Planner(Generic[A]):
                 alone.inside = batch[0].inside
                 if (found := batch[0].found) is not None and found.pinned:
                     alone.kept = batch[0].kept  # what is pinned stays where it is
-                if self._shares and alone.sequence.length >= self._worth.trunk:
+                if self._shares and alone.sequence.length >= self._costs.trunk:
                     alone.cut = alone.sequence.length
                 return [alone] if self._begin([alone], self._needs([alone])) else []
             batch = again(batch[: len(batch) // 2])
@@ -200,7 +202,7 @@ class Planner(Generic[A]):
                     self._table.do(Blank(slot, max(placement.start - slot.start, 0)))
         except Exception as error:  # no slot can be shared any more
             self._running = []
-            self._room.lose(error)
+            self._capacity.lose(error)
 
     # --- what stays and what goes -----------------------------------------------------------------
 
@@ -215,7 +217,7 @@ class Planner(Generic[A]):
         if (
             self._shares
             and isinstance(found, Slot)
-            and sequence.length - found.start >= self._worth.step
+            and sequence.length - found.start >= self._costs.step
         ):
             self._trunks.split([found], sequence.length)
             found = self.tree.at_end(sequence.version, sequence.tokens) or found
@@ -225,7 +227,7 @@ class Planner(Generic[A]):
     def clear(self) -> None:
         """Drop everything and release the memory."""
         self._running = []
-        self._room.clear()
+        self._capacity.clear()
 
     def drop_unpinned(self) -> None:
         """Drop all but the pinned contexts and release the memory."""
@@ -234,7 +236,7 @@ class Planner(Generic[A]):
         for segment in list(self.tree.kept):
             if segment not in staying:
                 self.tree.drop(segment)
-        self._room.trim()
+        self._capacity.trim()
 
     def drop_adapter(self, version: int) -> None:
         """Drop the state computed with a version of an adapter, pinned or not."""
@@ -262,22 +264,22 @@ class Planner(Generic[A]):
         scored = any(
             placement.sequence.keep > 1 for placement in batch
         )  # these are compared in any case
-        each = min(self._worth.each, 2) if scored else self._worth.each
-        if sum(new) - max(new, default=0) < self._worth.waiting or max(new) < each:
+        each = min(self._costs.each, 2) if scored else self._costs.each
+        if sum(new) - max(new, default=0) < self._costs.waiting or max(new) < each:
             return batch, {}  # nobody would wait for one of these
         followers: dict[int, list[tuple[Placement[A], int]]] = {}
-        together: Together[int] = Together(each)
+        cost: BatchCost[int] = BatchCost(each)
         # The longest leads: it may have others in it.
         for placement in sorted(batch, key=lambda placement: -placement.sequence.length):
-            leader, common = together.leader(placement.sequence, placement.start)
+            leader, common = cost.leader(placement.sequence, placement.start)
             if leader is None:
-                together.add(placement.sequence, placement.start, placement.index)
+                cost.add(placement.sequence, placement.start, placement.index)
             else:
                 followers.setdefault(leader, []).append((placement, common))
         waiting = {
             leader: some
             for leader, some in followers.items()
-            if sum(common - follower.start for follower, common in some) >= self._worth.waiting
+            if sum(common - follower.start for follower, common in some) >= self._costs.waiting
         }
         wait = {follower for some in waiting.values() for follower, _ in some}
         cuts = {leader: [common for _, common in some] for leader, some in waiting.items()}
@@ -303,36 +305,38 @@ class Planner(Generic[A]):
 
     def _plan_new(self, placement: Placement[A], weighed: Weighed, cuts: Sequence[int]) -> None:
         """Where it runs without an existing slot."""
-        below, (worth, saved) = placement.below(), weighed
-        if isinstance(below, Trunk) and worth.a_product(below, placement.start, saved[below]):
+        below, (costs, saved) = placement.below(), weighed
+        if isinstance(below, Trunk) and costs.a_product(below, placement.start, saved[below]):
             placement.parent, placement.base = below, placement.start
         elif below is not None:
             placement.parent, placement.base, placement.source = below.parent, below.start, below
-        self._with_trunk(placement, worth, cuts)
+        self._with_trunk(placement, costs, cuts)
 
     def _weighed(self, batch: Sequence[Placement[A]], waiting: int) -> Weighed:
         """What sharing is weighed with in a batch, for which so many more wait."""
         saved: Counter[Trunk] = Counter()
-        if not self._worth.plenty:  # as good as always
-            return self._worth, saved
+        if not self._costs.plenty:  # as good as always
+            return self._costs, saved
         for placement in batch:
             if isinstance(below := placement.below(), Trunk):
                 saved[below] += placement.start - below.start
         longest = max([placement.sequence.length for placement in batch], default=0)
-        return self._trunks.worth(len(batch) + waiting, longest), saved
+        return self._trunks.costs(len(batch) + waiting, longest), saved
 
-    def _with_trunk(self, placement: Placement[A], worth: Worth, cuts: Sequence[int]) -> None:
+    def _with_trunk(
+        self, placement: Placement[A], costs: SharingCosts, cuts: Sequence[int]
+    ) -> None:
         """Give a new context its own trunk up to where others will fork."""
         placement.cut = placement.base
         if cuts and self._shares and placement.kept:
             cut, saved = best_cut(cuts, placement.base)
-            if cut - placement.base >= worth.trunk and saved >= worth.plenty:
+            if cut - placement.base >= costs.trunk and saved >= costs.plenty:
                 placement.cut = cut
 
     def _set_apart(self, batch: Sequence[Placement[A]], weighed: Weighed) -> None:
         """Give contexts that are new, or grow by much, their own trunks where they would make all
         slots longer."""
-        step = self._worth.step
+        step = self._costs.step
         grows = [
             placement
             for placement in batch
@@ -343,7 +347,7 @@ class Planner(Generic[A]):
         sizes = [placement.sequence.length - placement.cut for placement in grows]
         slots = {placement.slot for placement in grows if placement.slot is not None}
         new = [*zip(sizes, grows, strict=True)]
-        for owner in self._trunks.too_long(self._worth.columns(max(sizes)), new, slots):
+        for owner in self._trunks.too_long(self._costs.columns(max(sizes)), new, slots):
             if isinstance(owner, Placement) and owner.kept:
                 if owner.continued:
                     owner.slot, owner.continued = None, False
@@ -362,7 +366,7 @@ class Planner(Generic[A]):
         starts = [placement.start for placement in batch]
         return Needs(
             slots=sum(placement.needs_slot for placement in new),
-            columns=self._worth.columns(max(map(sub, lengths, cuts), default=0)),
+            columns=self._costs.columns(max(map(sub, lengths, cuts), default=0)),
             computed=sum(lengths) - sum(map(max, starts, cuts)),
             trunks=sum(placement.cut - placement.base for placement in new),
             protected=cast("set[Segment]", used),
@@ -373,7 +377,7 @@ class Planner(Generic[A]):
     def _begin(self, batch: Sequence[Placement[A]], needs: Needs) -> bool:
         """Make room for a batch, take segments, and copy known positions to them; ``False`` if it
         does not fit."""
-        if not self._room.make(needs):
+        if not self._capacity.make(needs):
             return False
         self._running = list(batch)
         self.tree.touch(*[each.found for each in batch if each.found is not None])

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @frozen
-class Worth:
+class SharingCosts:
     """The numbers for decisions on sharing, in positions unless noted.
 
     Attributes:
@@ -123,7 +123,7 @@ class Worth:
         return self.long(ordered)
 
 
-class Together(Generic[T]):
+class BatchCost(Generic[T]):
     """Sequences that are computed together, and what one more would cost.
 
     Args:

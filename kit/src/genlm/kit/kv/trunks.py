@@ -11,10 +11,10 @@ from attrs import evolve
 from genlm.core.checks import describe_error
 from genlm.core.context import Context
 from genlm.core.logs import get_logger
+from genlm.kit.kv.capacity import Capacity, Needs
 from genlm.kit.kv.commands import Copy, Join, NewTrunk, Shift, Table
 from genlm.kit.kv.placement import Placement
-from genlm.kit.kv.room import Needs, Room
-from genlm.kit.kv.sharing import Worth, best_cut, common_parts, families_of
+from genlm.kit.kv.sharing import SharingCosts, best_cut, common_parts, families_of
 from genlm.kit.kv.tree import Tree
 from genlm.kit.segments import Segment, Slot, Trunk
 
@@ -31,19 +31,19 @@ class Trunks:
 
     Args:
         tree: What is kept.
-        room: Makes room for them.
+        capacity: Makes room for them.
         table: Carries out commands.
-        worth: The numbers.
+        costs: The numbers.
     """
 
-    def __init__(self, tree: Tree, room: Room, table: Table, worth: Worth) -> None:
+    def __init__(self, tree: Tree, capacity: Capacity, table: Table, costs: SharingCosts) -> None:
         self._tree = tree
-        self._room = room
+        self._capacity = capacity
         self._table = table
-        self._roomy, self._tight = worth, evolve(worth, plenty=0)
+        self._ample, self._tight = costs, evolve(costs, plenty=0)
         self._new_slots = 0  # since slots were last looked at for what they have in common
         # What a look for slots that are too long was made with, if it found none; new slots since.
-        self._vain: tuple[int, Worth, int] | None = None
+        self._vain: tuple[int, SharingCosts, int] | None = None
         self._since_vain = 0
 
     def share_forked(self, batch: Sequence[Placement[Any]], needs: Needs) -> bool:
@@ -70,7 +70,7 @@ class Trunks:
         for slot, cuts in wanted.items():
             cut, saved = best_cut(cuts, slot.start)
             size = cut - slot.start
-            if self.worth(len(new), max(columns, size)).shared(size, saved):
+            if self.costs(len(new), max(columns, size)).shared(size, saved):
                 parts.append((slot, cut))
         if self._too_late(len(new), columns, parts) and self._share(needs, self._tight):
             return True
@@ -85,15 +85,15 @@ class Trunks:
     def _too_late(self, slots: int, columns: int, parts: Sequence[tuple[Slot, int]]) -> bool:
         """Whether slots that share nothing, because there was plenty of room, would now become a
         trunk each. What they have in common comes first."""
-        if not self._roomy.plenty or self.worth(slots, columns) is self._roomy:
+        if not self._ample.plenty or self.costs(slots, columns) is self._ample:
             return False
         return len(parts) > 0 or any(slot.size >= self._tight.trunk for slot in self._tree.slots)
 
-    def worth(self, slots: int, columns: int) -> Worth:
+    def costs(self, slots: int, columns: int) -> SharingCosts:
         """What sharing is weighed with, where so many new slots come, and all have at least so many
         columns."""
         columns = max(columns, self._tree.columns)
-        return self._tight if self._room.is_tight(slots, columns) else self._roomy
+        return self._tight if self._capacity.is_tight(slots, columns) else self._ample
 
     def too_long(
         self, columns: int, new: Sequence[tuple[int, T]], grown: Set[Slot] = frozenset()
@@ -111,26 +111,26 @@ class Trunks:
         total = (
             tree.slot_positions + sum([size for size, _ in new]) - sum(slot.size for slot in grown)
         )
-        worth = self.worth(more, columns)
-        short = columns >= worth.trunk and worth is self._tight
-        if not (short or worth.too_wide(columns, len(tree.slots) + more, total)):
+        costs = self.costs(more, columns)
+        short = columns >= costs.trunk and costs is self._tight
+        if not (short or costs.too_wide(columns, len(tree.slots) + more, total)):
             return []
-        if self._was_in_vain(asked, worth, len(new)):
+        if self._was_in_vain(asked, costs, len(new)):
             return []
         slots: list[tuple[int, Slot | T]] = [
             (slot.size, slot) for slot in tree.slots if slot not in grown
         ]
         slots += new
-        if short and worth.saves_room([size for size, _ in slots], columns):
-            others = [each for each in slots if each[0] < worth.trunk]
-            found = worth.long(slots) + worth.outliers_of(others)
+        if short and costs.saves_room([size for size, _ in slots], columns):
+            others = [each for each in slots if each[0] < costs.trunk]
+            found = costs.long(slots) + costs.outliers_of(others)
         else:
-            found = worth.outliers_of(slots)
-        self._vain = None if found else (asked, worth, len(tree.slots))
+            found = costs.outliers_of(slots)
+        self._vain = None if found else (asked, costs, len(tree.slots))
         self._since_vain = 0
         return found
 
-    def _was_in_vain(self, columns: int, worth: Worth, new: int) -> bool:
+    def _was_in_vain(self, columns: int, costs: SharingCosts, new: int) -> bool:
         """Whether the last look at all slots found none that is too long, and not much has changed:
         of thousands of slots a look in every step would take longer than the step."""
         self._since_vain += new
@@ -138,7 +138,7 @@ class Trunks:
             return False
         most, weighed, slots = self._vain
         changed = self._since_vain + abs(len(self._tree.slots) - slots)
-        return columns <= most and worth is weighed and NEW * changed < slots
+        return columns <= most and costs is weighed and NEW * changed < slots
 
     def share_common(self, needs: Needs) -> bool:
         """If the table would take much more than its contents, turn into trunks what slots have in
@@ -152,9 +152,9 @@ class Trunks:
             changed = True
         return changed
 
-    def _share(self, needs: Needs, worth: Worth | None) -> bool:
-        """Turn into trunks what :meth:`_worth_splitting` finds."""
-        chosen, done = self._worth_splitting(needs, worth), False
+    def _share(self, needs: Needs, costs: SharingCosts | None) -> bool:
+        """Turn into trunks what :meth:`_splits` finds."""
+        chosen, done = self._splits(needs, costs), False
         protected = needs.protected.union(*(slots for slots, _ in chosen))
         for slots, cut in chosen:
             if not self._are_kept(slots):
@@ -182,30 +182,30 @@ class Trunks:
             self._new_slots = 0
         return enough
 
-    def _worth_splitting(self, needs: Needs, worth: Worth | None) -> list[tuple[list[Slot], int]]:
+    def _splits(self, needs: Needs, costs: SharingCosts | None) -> list[tuple[list[Slot], int]]:
         """Slots, and where to cut them; none if the table has little unused room."""
         tree = self._tree
         slots = list(tree.slots)
         count = len(slots) + needs.slots
-        columns = max(needs.columns, *(self._roomy.columns(slot.size) for slot in slots), 0)
-        worth = worth or self.worth(needs.slots, columns)
-        unused = count * (columns - worth.spare) - worth.waste * needs.computed
-        if unused <= worth.plenty:  # whatever they have in common
+        columns = max(needs.columns, *(self._ample.columns(slot.size) for slot in slots), 0)
+        costs = costs or self.costs(needs.slots, columns)
+        unused = count * (columns - costs.spare) - costs.waste * needs.computed
+        if unused <= costs.plenty:  # whatever they have in common
             return []
         families = families_of(slots)
         distinct = tree.slot_positions - sum(sum(common) for _, common in families)
-        if unused <= worth.waste * distinct:
+        if unused <= costs.waste * distinct:
             return []
         parts = [
             part
             for family in families
-            for part in common_parts(family, max(worth.collecting, worth.plenty))
+            for part in common_parts(family, max(costs.collecting, costs.plenty))
         ]
         if parts:
             return parts
-        long = [slot for slot in slots if slot.size >= columns - worth.step]
-        few = len(needs.protected.intersection(long)) <= worth.outliers
-        if few and 2 * len(long) <= len(slots) and columns > 2 * worth.step:
+        long = [slot for slot in slots if slot.size >= columns - costs.step]
+        few = len(needs.protected.intersection(long)) <= costs.outliers
+        if few and 2 * len(long) <= len(slots) and columns > 2 * costs.step:
             return [([slot], slot.stop) for slot in long]
         return []
 
@@ -226,7 +226,7 @@ class Trunks:
         trunk = self._tree.at_end(first.version, context)
         if not isinstance(trunk, Trunk):
             needs = Needs(trunks=cut - first.start, protected={*protected, *slots})
-            if not self._room.make(needs):
+            if not self._capacity.make(needs):
                 return False
             trunk = self._collected(first, context)
         if longer := [
@@ -275,7 +275,7 @@ class Trunks:
                 self._join(upper)  # only of similar size: nothing is copied over log(n) times
             else:
                 upper = below
-        while len(path := [trunk, *(below for below, _ in trunk.path())]) > self._roomy.path:
+        while len(path := [trunk, *(below for below, _ in trunk.path())]) > self._ample.path:
             others = {
                 upper: self._tree.above(below, but=upper)
                 for upper, below in pairwise(path)

@@ -14,8 +14,8 @@ class Costs:
         slot_by_slot: Whether nothing is: then a fork copies slot by slot. Elsewhere all slots are
             copied together, and twice.
         products: Attention over slots may be padded by so many tokens, times columns.
-        plenty: See :class:`genlm.kit.kv.sharing.Worth`. On an H200, launching the kernels of a
-            trunk took as long as computing about so many positions in slots.
+        plenty: See :class:`genlm.kit.kv.sharing.SharingCosts`. On an H200, launching the kernels of
+            a trunk took as long as computing about so many positions in slots.
         forward: So many tokens more would take as long as a forward of their own.
     """
 

@@ -12,7 +12,7 @@ from genlm.core.logs import get_logger
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.strategies import Result, Strategy
 from genlm.kit.kv.sequence import TokenSequence
-from genlm.kit.kv.sharing import Together
+from genlm.kit.kv.sharing import BatchCost
 from genlm.kit.memory import is_out_of_memory
 
 logger = get_logger()
@@ -144,9 +144,9 @@ class Evaluator:
             for one, found in zip(sequences, known, strict=True)
         ]
 
-    def together(self) -> Together[Any]:
+    def batch_cost(self) -> BatchCost[Any]:
         """What further sequences cost beside those of a batch."""
-        return self._strategy.together()
+        return self._strategy.batch_cost()
 
     def cold(self, sequence: TokenSequence) -> Result:
         """Compute one sequence from its tokens only."""

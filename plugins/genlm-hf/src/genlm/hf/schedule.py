@@ -10,7 +10,7 @@ from attrs import frozen
 
 from genlm.hf.evaluator import Evaluator
 from genlm.kit.kv.sequence import TokenSequence
-from genlm.kit.kv.sharing import Together
+from genlm.kit.kv.sharing import BatchCost
 
 R = TypeVar("R")
 
@@ -146,13 +146,13 @@ class _Chosen:
         self.room = room
         self.sequences: dict[TokenSequence, None] = {}
         self._evaluator = evaluator
-        self._together: Together[TokenSequence] = evaluator.together()
+        self._batch_cost: BatchCost[TokenSequence] = evaluator.batch_cost()
 
     def cost(self, sequence: TokenSequence) -> int:
         """How many more tokens to compute for a sequence, beside those chosen."""
         if self._evaluator.is_beyond(sequence.length):
             return sequence.length  # by itself
-        _, known = self._together.leader(sequence, self.known[sequence])
+        _, known = self._batch_cost.leader(sequence, self.known[sequence])
         return sequence.length - known
 
     def takes(self, sequence: TokenSequence, leaving: int = 0) -> bool:
@@ -171,4 +171,4 @@ class _Chosen:
     def computes(self, sequence: TokenSequence, known: int) -> None:
         """The step computes this, of which so many leading tokens are known."""
         if not self._evaluator.is_beyond(sequence.length):
-            self._together.add(sequence, known, sequence)
+            self._batch_cost.add(sequence, known, sequence)

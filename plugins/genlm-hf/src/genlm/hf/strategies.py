@@ -23,7 +23,7 @@ from genlm.hf.table import PoolTable
 from genlm.kit.kv.placement import Placement, nested
 from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sequence import TokenSequence
-from genlm.kit.kv.sharing import Together, Worth
+from genlm.kit.kv.sharing import BatchCost, SharingCosts
 from genlm.kit.memory import is_out_of_memory
 from genlm.kit.segments import Segment, Slot
 
@@ -34,7 +34,7 @@ Placed = Placement[TokenSequence]
 Part = tuple[Placed, int, int]
 
 #: What sharing is weighed with, but for what depends on the device.
-WORTH = Worth()
+SHARING_COSTS = SharingCosts()
 
 #: A forward: chunks, their tokens, an adapter for each chunk, which tokens are wanted; gives their
 #: logits.
@@ -104,9 +104,9 @@ class Strategy:
         """How many leading tokens of each sequence need not be computed."""
         return [0] * len(sequences)
 
-    def together(self) -> Together[Any]:
+    def batch_cost(self) -> BatchCost[Any]:
         """What further sequences cost beside those of a batch: none waits for another."""
-        return Together(math.inf, nests=True)
+        return BatchCost(math.inf, nests=True)
 
     def compute(
         self, sequences: Sequence[TokenSequence], indices: Sequence[int]
@@ -203,8 +203,8 @@ class InSlots(Strategy):
     def known(self, sequences: Sequence[TokenSequence]) -> list[int]:
         return list(map(self.planner.known, sequences))
 
-    def together(self) -> Together[Any]:
-        return self._planner.together()
+    def batch_cost(self) -> BatchCost[Any]:
+        return self._planner.batch_cost()
 
     def compute(
         self, sequences: Sequence[TokenSequence], indices: Sequence[int]
@@ -332,10 +332,10 @@ class InSnapshots(Strategy):
     def known(self, sequences: Sequence[TokenSequence]) -> list[int]:
         return list(map(self.snapshots.known, sequences))
 
-    def together(self) -> Together[Any]:
+    def batch_cost(self) -> BatchCost[Any]:
         # Where new tokens run one at a time, a context may be computed whole behind another one.
         at_once = self.snapshots.at_once
-        return Together(self.snapshots.forward if at_once else math.inf, nests=at_once)
+        return BatchCost(self.snapshots.forward if at_once else math.inf, nests=at_once)
 
     def compute(
         self, sequences: Sequence[TokenSequence], indices: Sequence[int]
@@ -410,7 +410,7 @@ def strategy_for(
         at_once = reuse is Reuse.SNAPSHOTS
         return InSnapshots(runner, max_tokens, Snapshots(budget, costs.forward, at_once, ragged))
     shares = reuse is Reuse.SHARED
-    waiting = max(WORTH.waiting, costs.forward)
-    worth = evolve(WORTH, waiting=waiting, plenty=costs.plenty)
-    planner: Planner[TokenSequence] = Planner(PoolTable(runner.pool, budget), worth, shares)
+    waiting = max(SHARING_COSTS.waiting, costs.forward)
+    sharing = evolve(SHARING_COSTS, waiting=waiting, plenty=costs.plenty)
+    planner: Planner[TokenSequence] = Planner(PoolTable(runner.pool, budget), sharing, shares)
     return (Uniform if reuse is Reuse.UNIFORM else Packed)(runner, max_tokens, planner)

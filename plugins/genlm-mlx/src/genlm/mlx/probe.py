@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 import mlx.core as mx
 from genlm.core import Query
-from genlm.kit.kv.sharing import Worth
+from genlm.kit.kv.sharing import SharingCosts
 from genlm.mlx.attention import hook
 from genlm.mlx.blocks import Blocks
 from genlm.mlx.runner import Key, Runner
@@ -31,7 +31,7 @@ BATCHES = (5, 7)
 CHUNK = 3
 
 #: Numbers for sharing that short contexts reach.
-WORTH = Worth(sharing=2, product=2, trunk=16)
+SHARING_COSTS = SharingCosts(sharing=2, product=2, trunk=16)
 
 #: The width of a repaired window during the probe: contexts are longer.
 WINDOW = 6
@@ -69,7 +69,7 @@ def _shares(runner: Runner) -> bool:
     hook(runner.model)
     few, more = BATCHES
     batches = [*_unequal(few), *_behind_prompts(more)]
-    return _right(runner, lambda: Store(runner, 0, WORTH), batches)
+    return _right(runner, lambda: Store(runner, 0, SHARING_COSTS), batches)
 
 
 def _unequal(rows: int) -> list[list[Key]]:

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import RotatingKVCache
 
 import mlx.core as mx
 from genlm.core import Query
-from genlm.kit.kv import Placement, Planner, TokenSequence, Worth
+from genlm.kit.kv import Placement, Planner, SharingCosts, TokenSequence
 from genlm.kit.segments import Slot
 from genlm.mlx.chunk import Chunk
 from genlm.mlx.layout import Layout
@@ -17,7 +17,7 @@ from genlm.mlx.runner import LEAST_READ, WITH_LOGITS, Cache, Runner, in_order, o
 from genlm.mlx.table import Table
 
 #: The numbers for decisions on sharing.
-WORTH = Worth(sharing=512, waste=2.0)
+SHARING_COSTS = SharingCosts(sharing=512, waste=2.0)
 
 #: Up to this many tokens before the last of a context are computed together with it. More are
 #: computed first, without their logits.
@@ -36,16 +36,18 @@ class Store:
         runner: The model.
         max_bytes: The most bytes to keep besides the current batch and pinned contexts; the least
             recently used are dropped first. For ``None`` see :class:`~genlm.mlx.aside.Aside`.
-        worth: The numbers for decisions on sharing.
+        costs: The numbers for decisions on sharing.
 
     Attributes:
         planner: Says where contexts are computed, and what is kept.
     """
 
-    def __init__(self, runner: Runner, max_bytes: int | None, worth: Worth = WORTH) -> None:
+    def __init__(
+        self, runner: Runner, max_bytes: int | None, costs: SharingCosts = SHARING_COSTS
+    ) -> None:
         self._runner = runner
         self._table = Table(runner, max_bytes)
-        self.planner: Planner[TokenSequence] = Planner(self._table, worth)
+        self.planner: Planner[TokenSequence] = Planner(self._table, costs)
 
     def __len__(self) -> int:
         return len(self.planner.tree.kept)

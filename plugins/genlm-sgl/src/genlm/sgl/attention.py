@@ -59,7 +59,7 @@ class Group:
             ``[requests, new, heads, size]``.
         """
         asked = query[self.tokens].transpose(1, 2)  # [requests, heads, new, size]
-        known, worth = (
+        known, values = (
             each[self.places].transpose(1, 2).to(query.dtype) for each in (keys, values)
         )
         requests, heads, new, size = asked.shape
@@ -67,12 +67,12 @@ class Group:
             asked = asked.reshape(requests, known.shape[1], -1, size)
         causal = self.mask is None and self.from_the_beginning and new > 1
         if cap:
-            out = _capped(asked, known, worth, self.mask, causal, scaling, cap)
+            out = _capped(asked, known, values, self.mask, causal, scaling, cap)
         else:
             out = scaled_dot_product_attention(
                 asked,
                 known,
-                worth,
+                values,
                 attn_mask=self.mask,
                 is_causal=causal,
                 scale=scaling,
@@ -84,7 +84,7 @@ class Group:
 def _capped(
     asked: torch.Tensor,
     known: torch.Tensor,
-    worth: torch.Tensor,
+    values: torch.Tensor,
     mask: torch.Tensor | None,
     causal: bool,
     scaling: float | None,
@@ -93,7 +93,7 @@ def _capped(
     """Attention whose scores are capped, which PyTorch's own has not."""
     if asked.shape[1] != known.shape[1]:
         shared = asked.shape[1] // known.shape[1]
-        known, worth = (each.repeat_interleave(shared, dim=1) for each in (known, worth))
+        known, values = (each.repeat_interleave(shared, dim=1) for each in (known, values))
     scores = asked @ known.transpose(-1, -2)
     scores = scores * (asked.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = cap * torch.tanh(scores / cap)
@@ -102,7 +102,7 @@ def _capped(
         scores = scores.masked_fill(later, -torch.inf)
     elif mask is not None:
         scores = scores + mask
-    return scores.softmax(-1, dtype=torch.float32).to(worth.dtype) @ worth
+    return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
 
 
 def groups(

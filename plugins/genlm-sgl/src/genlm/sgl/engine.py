@@ -14,7 +14,7 @@ from genlm.core.logs import get_logger
 from genlm.core.types import Request, SampleRequest, ScoreRequest
 from genlm.kit.memory import lower
 from genlm.kit.new_requests import tokens_per_forward
-from genlm.kit.scores import worth_scoring
+from genlm.kit.scores import cheaper_as_requests
 from genlm.sgl.internals import Scheduler
 from genlm.sgl.new_requests import NewRequest, NewRequests
 from genlm.sgl.sampling import native_draw
@@ -85,9 +85,9 @@ class SglEngine:
         declined: list[Answer] = []
         for query in queries:
             self._take(query, query)
-        worth = set(worth_scoring(scores) if self.gives_scores else ())
+        native = set(cheaper_as_requests(scores) if self.gives_scores else ())
         for score in scores:
-            if score in worth:
+            if score in native:
                 before = score.continuation[:-1]
                 self._take(score, score.query.extended(before), scored=len(before))
             else:

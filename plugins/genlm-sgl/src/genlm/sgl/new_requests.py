@@ -52,13 +52,13 @@ class NewRequests:
 
     Args:
         scheduler: SGLang's.
-        worth: They wait if this saves so many tokens in all.
+        least_saved: They wait if this saves so many tokens in all.
     """
 
-    def __init__(self, scheduler: Scheduler, worth: int) -> None:
+    def __init__(self, scheduler: Scheduler, least_saved: int) -> None:
         self._scheduler = scheduler
         self._each = max(EACH, scheduler.page_size)
-        self._leaders: Leaders[NewRequest] = Leaders(worth, self._each)
+        self._leaders: Leaders[NewRequest] = Leaders(least_saved, self._each)
         self._waiting: dict[str, NewRequest] = {}
         self._begun: list[NewRequest] = []  # those in SGLang for which others may wait
 

@@ -20,7 +20,7 @@ from genlm.vllm.internals import EngineCore
 from genlm.vllm.request import VllmRequest
 from genlm.vllm.rows import Rows
 from genlm.vllm.sampling import draw_params, drawn_ids, row_params, score_params, vllm_draws
-from genlm.vllm.scoring import scored, scores, worth_scoring
+from genlm.vllm.scoring import cheaper_as_requests, scored, scores
 from genlm.vllm.sessions import Sessions
 
 log = get_logger()
@@ -85,17 +85,17 @@ class VllmEngine:
         """Hand new requests to vLLM; those that it cannot serve are answered with ``None``."""
         declined = []
         asked = [each for each in requests if isinstance(each, ScoreRequest)]
-        worth = set(self._worth_scoring(asked))
+        native = set(self._cheaper_as_requests(asked))
         for request in requests:
-            if self._is_native(request, worth):
+            if self._is_native(request, native):
                 self._launch(self._prepared(request))
             else:
                 declined.append(Answer(request, None))
         self._sessions.settle()
         return declined
 
-    def _worth_scoring(self, scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
-        return worth_scoring(scores, self._core) if self._hides_padding else []
+    def _cheaper_as_requests(self, scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
+        return cheaper_as_requests(scores, self._core) if self._hides_padding else []
 
     def _hide_padding(self, width: int) -> None:
         """Let no padding have any mass, and see whether that is so."""

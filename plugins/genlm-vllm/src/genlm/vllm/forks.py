@@ -79,7 +79,7 @@ class Forks:
         # In this step: the admitted requests; and the sources, by how many full blocks they share.
         self._admitted: set[str] = set()
         self._sources: dict[int, Sources] = {}
-        self._new_requests = NewRequests(scheduler, self._size, self._known, _worth_a_step())
+        self._new_requests = NewRequests(scheduler, self._size, self._known, _tokens_per_forward())
         self._find, manager.get_computed_blocks = manager.get_computed_blocks, self._computed_blocks
         self._plan, scheduler.schedule = scheduler.schedule, self._schedule
 
@@ -154,7 +154,7 @@ class Forks:
         return sources
 
 
-def _worth_a_step() -> int:
+def _tokens_per_forward() -> int:
     from vllm.platforms import current_platform
 
     return tokens_per_forward(current_platform.device_type)

@@ -114,7 +114,7 @@ class LoraEngine(VllmEngine):
                     "was trained on, or save the adapter with save_embedding_layers=False"
                 )
 
-    def _worth_scoring(self, scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
+    def _cheaper_as_requests(self, scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
         """Scores are made from rows: in vLLM (to 0.32), LoRA layers treat a prompt's logits as
         those of a batch's last positions."""
         return []

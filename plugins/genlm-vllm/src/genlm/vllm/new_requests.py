@@ -27,15 +27,15 @@ class NewRequests:
         block_size: Tokens in a block: who waits computes fewer less.
         known: How many first tokens of a request need not be computed if it begins now, of so many
             that another request shares.
-        worth: They wait if this saves so many tokens in all.
+        least_saved: They wait if this saves so many tokens in all.
     """
 
     def __init__(
-        self, scheduler: Any, block_size: int, known: Callable[[Any, int], int], worth: int
+        self, scheduler: Any, block_size: int, known: Callable[[Any, int], int], least_saved: int
     ) -> None:
         self._scheduler, self._known = scheduler, known
-        self._size, self._worth = block_size, worth
-        self._leaders: Leaders[Any] = Leaders(worth)
+        self._size, self._least_saved = block_size, least_saved
+        self._leaders: Leaders[Any] = Leaders(least_saved)
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
@@ -61,10 +61,10 @@ class NewRequests:
         """Those that should wait; and if there are any, those behind them to whom vLLM would give
         their places."""
         places = self._scheduler.max_num_running_reqs - len(self._scheduler.running)
-        if min(places, len(asked)) * (self._size - 1) < self._worth:
+        if min(places, len(asked)) * (self._size - 1) < self._least_saved:
             return []
         some = [each for each in asked[:places] if _is_new(each) and not self._is_fork(each)]
-        if len(some) * (self._size - 1) < self._worth:
+        if len(some) * (self._size - 1) < self._least_saved:
             return []
         new = {each: _key(each) for each in some}
         begun = {each: _key(each) for each in self._scheduler.requests.values() if _leads(each)}

@@ -8,7 +8,7 @@ import torch
 
 from genlm.core.errors import EngineError
 from genlm.core.types import Query, ScoreRequest, TokenIds
-from genlm.kit.scores import worth_scoring as scores_worth_a_request
+from genlm.kit.scores import cheaper_as_requests as cheaper_by_tokens
 from genlm.vllm.internals import EngineCore
 
 
@@ -34,7 +34,7 @@ def scores(
     return torch.cat([prompt_logprobs[1 - len(continuation) :].to(last), last])
 
 
-def worth_scoring(scores: Sequence[ScoreRequest], core: EngineCore) -> list[ScoreRequest]:
+def cheaper_as_requests(scores: Sequence[ScoreRequest], core: EngineCore) -> list[ScoreRequest]:
     """Those that take less than rows.
 
     With forks, vLLM computes no more than the tokens that are scored. Without, it computes the
@@ -44,7 +44,7 @@ def worth_scoring(scores: Sequence[ScoreRequest], core: EngineCore) -> list[Scor
     if not core.logprobs_mode.endswith("logprobs"):
         return []
     if core.forks:
-        return scores_worth_a_request(scores)
+        return cheaper_by_tokens(scores)
     each_row = core.block_size // 2
     long = [each for each in scores if len(each.continuation) > 1]
     return [each for each in long if each.query.length < each_row * len(each.continuation)]

@@ -1,4 +1,4 @@
-"""Room: what is dropped when the budget is spent, and how large the table is."""
+"""Capacity: what is dropped when the budget is spent, and how large the table is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attrs import define, field
 from genlm.core.checks import describe_error
 from genlm.core.logs import get_logger
 from genlm.kit.kv.commands import Resize, Table
-from genlm.kit.kv.sharing import Worth
+from genlm.kit.kv.sharing import SharingCosts
 from genlm.kit.kv.tree import Tree
 from genlm.kit.segments import Segment, Slot, Trunk
 
@@ -18,7 +18,7 @@ logger = get_logger()
 
 @define(eq=False)
 class Needs:
-    """The room that a batch takes.
+    """The capacity that a batch takes.
 
     Attributes:
         slots: New slots.
@@ -35,19 +35,19 @@ class Needs:
     protected: set[Segment] = field(factory=set)
 
 
-class Room:
+class Capacity:
     """Keeps slots and trunks within the budget. The least recently used is dropped first.
 
     Args:
         tree: What is kept.
         table: Carries out commands, and says what the budget is.
-        worth: The numbers.
+        costs: The numbers.
     """
 
-    def __init__(self, tree: Tree, table: Table, worth: Worth) -> None:
+    def __init__(self, tree: Tree, table: Table, costs: SharingCosts) -> None:
         self._tree = tree
         self._table = table
-        self._worth = worth
+        self._costs = costs
 
     def has(self, needs: Needs) -> bool:
         """Whether there is room after dropping all that is neither needed nor pinned."""
@@ -65,7 +65,7 @@ class Room:
         if used > self._table.limit(used):
             return False
         tree = self._tree
-        sizes = Counter(self._worth.columns(slot.size) for slot in tree.slots)
+        sizes = Counter(self._costs.columns(slot.size) for slot in tree.slots)
         columns, count = max(needs.columns, *sizes, 0), sizes.total() + needs.slots
         # With long slots in the table a batch of short ones takes more, because all slots have the
         # same length. If that is more than twice as much, the long slots should go.
@@ -82,7 +82,7 @@ class Room:
                 if isinstance(segment, Trunk):
                     room += segment.size
                 else:
-                    sizes[self._worth.columns(segment.size)] -= 1
+                    sizes[self._costs.columns(segment.size)] -= 1
                     count -= 1
                     columns = max(needs.columns, *(+sizes), 0)
                 if count * columns <= room:
@@ -111,7 +111,7 @@ class Room:
     def trim(self) -> None:
         """Shrink the table to its slots."""
         slots = self._tree.slots
-        self._resize(len(slots), self._worth.columns(max((slot.size for slot in slots), default=0)))
+        self._resize(len(slots), self._costs.columns(max((slot.size for slot in slots), default=0)))
 
     def clear(self) -> None:
         """Drop everything, and free the memory."""
@@ -134,7 +134,7 @@ class Room:
         staying = tree.with_paths(needs.protected) | tree.pinned()
         slots = [segment.size for segment in staying if isinstance(segment, Slot)]
         trunks = sum(segment.size for segment in staying if isinstance(segment, Trunk))
-        columns = max(needs.columns, *map(self._worth.columns, slots), 0)
+        columns = max(needs.columns, *map(self._costs.columns, slots), 0)
         return len(slots) + needs.slots, columns, trunks + needs.trunks
 
     def _fit(self, slots: int, columns: int, room: int) -> None:
@@ -144,12 +144,12 @@ class Room:
         Allocating memory is slow, so some more slots are allocated if the budget allows it: later
         forks use them.
         """
-        tree, step = self._tree, self._worth.step
+        tree, step = self._tree, self._costs.step
         too_large = tree.allocated * tree.columns > room
         if slots <= tree.allocated and columns <= tree.columns and not too_large:
             return
         wide = columns
-        wider = self._worth.columns(columns + columns // 8)
+        wider = self._costs.columns(columns + columns // 8)
         if columns > tree.columns and columns >= 8 * step and slots * wider <= room:
             wide = wider
         # More slots if they are short, so that the spare memory is about the same for any length.

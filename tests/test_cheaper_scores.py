@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from genlm.core.types import Query, ScoreRequest
-from genlm.kit.scores import worth_scoring
+from genlm.kit.scores import cheaper_as_requests
 
 CONTEXT = Query(tuple(range(20)))
 
@@ -15,7 +15,7 @@ def lists(count, length, start=()):
 
 
 @pytest.mark.parametrize(
-    ("candidates", "worth"),
+    ("candidates", "native"),
     [
         ([], True),
         (lists(1, 8), True),
@@ -27,17 +27,17 @@ def lists(count, length, start=()):
         (lists(9, 5, start=range(20)), False),
     ],
 )
-def test_candidates_that_share_rows_are_left_to_them(candidates, worth):
+def test_candidates_that_share_rows_are_left_to_them(candidates, native):
     scores = [ScoreRequest(CONTEXT, each) for each in candidates]
-    assert worth_scoring(scores) == scores * worth
+    assert cheaper_as_requests(scores) == scores * native
 
 
 def test_each_context_has_its_own():
     alike = [ScoreRequest(CONTEXT, each) for each in lists(9, 1, start=range(8))]
     others = [ScoreRequest(Query((n,)), tuple(range(5))) for n in range(2)]
-    assert worth_scoring([*alike, *others]) == others
+    assert cheaper_as_requests([*alike, *others]) == others
 
 
 def test_a_single_token_is_left_to_the_row_of_the_context():
     long, single = ScoreRequest(CONTEXT, tuple(range(9))), ScoreRequest(CONTEXT, (5,))
-    assert worth_scoring([single, long]) == [long]
+    assert cheaper_as_requests([single, long]) == [long]
