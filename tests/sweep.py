@@ -18,7 +18,7 @@ import torch
 from attrs import frozen
 
 from genlm.core.errors import EngineError
-from genlm.kit.twin import INNER_WIDTH, MOST_WEIGHTS, WIDTH, small_config, thresholds
+from genlm.kit.scaled_copy import INNER_WIDTH, MOST_WEIGHTS, WIDTH, small_config, thresholds
 from tools.tiny import write_tokenizer
 
 #: The row of a context, computed from its tokens alone.

@@ -72,9 +72,9 @@ async def test_a_request_none_of_whose_callers_is_left_is_dropped_and_may_be_ask
     engine = Elsewhere()
     with model_of(engine) as lm:
         draw, row = later(lm.sample([1], 100, [])), later(lm.next_token_logprobs([2]))
-        kept, twin = (later(lm.next_token_logprobs([3])) for _ in range(2))
+        kept, equal = (later(lm.next_token_logprobs([3])) for _ in range(2))
         assert kinds(await engine.step_with(0)) == ["Query", "Query", "SampleRequest"]
-        for gone in (draw, row, twin):
+        for gone in (draw, row, equal):
             gone.cancel()
         dropped = await engine.step_with(1)
         while len(dropped) < 2:

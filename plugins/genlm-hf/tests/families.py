@@ -10,7 +10,7 @@ from transformers import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from genlm.kit.twin import small_model, thresholds
+from genlm.kit.scaled_copy import small_model, thresholds
 
 from .shapes import DEVICE
 

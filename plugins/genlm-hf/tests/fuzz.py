@@ -24,7 +24,7 @@ from genlm.hf.costs import COSTS, Costs
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.kit.kv.sharing import SharingCosts
-from genlm.kit.twin import TOKENS
+from genlm.kit.scaled_copy import TOKENS
 from tests.programs import constants
 
 from .families import small_family

@@ -17,8 +17,8 @@ from genlm.core import EngineError, Query
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.hf.positions import rope_scalings
-from genlm.kit.twin import TOKENS as SMALL_TOKENS
-from genlm.kit.twin import thresholds
+from genlm.kit.scaled_copy import TOKENS as SMALL_TOKENS
+from genlm.kit.scaled_copy import thresholds
 from tests.engines import rows_of
 
 from .families import small_family

@@ -129,10 +129,10 @@ def test_another_attention_that_somebody_sets_meanwhile() -> None:
 
 def test_a_copy_of_a_model_that_is_open_shares_prompts_too() -> None:
     model = proven(configs.LlamaConfig(**SHAPE))
-    twin = beside(copy.deepcopy(model.engine.model), model.reference)
-    assert twin.engine.reuse is Reuse.SHARED
-    twin.check((1, 2, 3), (1, 2, 4, 5))
-    twin.engine.genlm_close()
+    copied = beside(copy.deepcopy(model.engine.model), model.reference)
+    assert copied.engine.reuse is Reuse.SHARED
+    copied.check((1, 2, 3), (1, 2, 4, 5))
+    copied.engine.genlm_close()
     model.check((1, 2, 3), (1, 2, 4, 5))
 
 

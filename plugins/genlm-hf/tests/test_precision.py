@@ -179,7 +179,8 @@ def test_layers_that_round_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: Runner, *args: Any, run: Any = Runner.packed) -> torch.Tensor:
         return run(self, *args) * 1.02
 
-    monkeypatch.setattr(Runner, "packed", wrong)  # which its own rows do not show, the twin's do
+    # Its own rows do not show this, those of the scaled copy do.
+    monkeypatch.setattr(Runner, "packed", wrong)
     assert HFEngine(rounding(config), None).reuse not in (Reuse.SHARED, Reuse.PACKED)
 
 

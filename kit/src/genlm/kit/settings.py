@@ -82,13 +82,13 @@ def require_weights(model: str, settings: Any) -> None:
     for file in Path(model).glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             held.update(opened.keys())
-    twin = in_transformers(settings) if held else None
-    if twin is None:
+    empty = in_transformers(settings) if held else None
+    if empty is None:
         return
-    absent = sorted({name for name, _ in twin.named_parameters()} - held)
-    if absent and held <= set(twin.state_dict()):
+    absent = sorted({name for name, _ in empty.named_parameters()} - held)
+    if absent and held <= set(empty.state_dict()):
         raise ModelNotFoundError(
-            f"the checkpoint {model!r} lacks weights of {type(twin).__name__}: "
+            f"the checkpoint {model!r} lacks weights of {type(empty).__name__}: "
             f"{', '.join(absent[:4])} ({len(absent)} in all); copy or download the whole folder"
         )
 

@@ -163,15 +163,15 @@ class Tree:
         """Keep a running or renamed segment. If there is an equal trunk, that one stays, and takes
         over the children of this one."""
         self.state = object()
-        twin = self._ends.get(segment.name)
-        if twin is not None and twin.context == segment.context:
-            if isinstance(twin, Trunk):
+        equal = self._ends.get(segment.name)
+        if equal is not None and equal.context == segment.context:
+            if isinstance(equal, Trunk):
                 for child in list(segment.children):
-                    child.stand_on(twin, child.start)
+                    child.stand_on(equal, child.start)
                 return self.discard(segment)
-            if twin.pinned:
+            if equal.pinned:
                 self.pin(segment)
-            self.drop(twin)
+            self.drop(equal)
         self.running.discard(segment)
         self.kept[segment] = None
         self._ends[segment.name] = segment

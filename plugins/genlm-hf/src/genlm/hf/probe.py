@@ -20,7 +20,7 @@ from genlm.hf.positions import rope_scalings
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.ways import WAYS, ragged
-from genlm.kit.twin import TOKENS, Threshold, small_model, thresholds
+from genlm.kit.scaled_copy import TOKENS, Threshold, small_model, thresholds
 
 logger = get_logger()
 
@@ -45,7 +45,7 @@ MORE_NOISE = 3.0
 #: many times as far off as they move then.
 LEAST_CHANGE, MOVED_MARGIN = 1e-4, 2.0
 
-#: Where the twins' thresholds are, and how long the contexts that cross them.
+#: Where the scaled copies' thresholds are, and how long the contexts that cross them.
 NEAR = 8
 AROUND_NEAR = ((4, 7), (7, 9), (8, 17), (9, 35), (20, 39))
 BEYOND_NEAR = ((9, 35), (20, 39))
@@ -91,7 +91,7 @@ def choose_reuse(
     model: Any, runner: Runner, vocab_size: int, max_context: int | None, window: int | None
 ) -> Choice:
     """Compute short ragged contexts in every way, from the best on, and take the first that agrees
-    with plain forwards: on the model, and beyond its thresholds on its twin.
+    with plain forwards: on the model, and beyond its thresholds on its scaled copy.
 
     A way that is wrong beyond a threshold is taken for contexts below it, if that is far away.
 
@@ -112,7 +112,7 @@ def choose_reuse(
     if is_quantised(model):
         tolerance = max(tolerance, MOVED_MARGIN * _moved(model, runner, contexts, expected))
     limit = reuse_limit(model.config.get_text_config(decoder=True))
-    twins = Twins(model, limit)
+    copies = ScaledCopies(model, limit)
     reasons: dict[str, str] = {}
     for reuse in Reuse:
         try:
@@ -123,18 +123,18 @@ def choose_reuse(
             # This model's code may raise anything for a cache or an attention it does not expect
             why = f"{type(error).__name__}: {error}"[:200]
         if why is None:
-            reach = twins.reach(reuse)
+            reach = copies.reach(reuse)
             if reach is None or reach >= WORTH_KEEPING or reuse is Reuse.NONE:
                 logger.info("kv.reuse_chosen", reuse=reuse.value, rejected=reasons)
                 if reach is not None:  # longer contexts are computed whole, without padding
-                    logger.warning("kv.reuse_limited", limit=reach, why=twins.reasons[reuse])
+                    logger.warning("kv.reuse_limited", limit=reach, why=copies.reasons[reuse])
                 least = _least(limit, reach)
-                rows_apart = least is not None and twins.rows_apart()
+                rows_apart = least is not None and copies.rows_apart()
                 is_ragged = reuse in IN_SNAPSHOTS and _is_ragged(
                     runner, contexts, expected, tolerance
                 )
                 return Choice(reuse, tolerance, least, rows_apart, is_ragged)
-            why = f"beyond {reach} tokens: {twins.reasons[reuse]}"
+            why = f"beyond {reach} tokens: {copies.reasons[reuse]}"
         reasons[reuse.value] = why
         if attention_of(model.config) != original:
             model.set_attn_implementation(original)
@@ -190,12 +190,13 @@ def _rounding(runner: Runner, contexts: Sequence[Sequence[int]], expected: torch
 
 
 @define(slots=False)
-class Twins:
+class ScaledCopies:
     """Small models of a model's class, each with some thresholds a few tokens away.
 
     Attributes:
         model: The model.
-        limit: The most tokens of a context whose state is kept, also where the twins allow more.
+        limit: The most tokens of a context whose state is kept, also where the scaled copies allow
+            more.
         reasons: What was wrong with a way of reuse, where something was.
     """
 
@@ -204,7 +205,8 @@ class Twins:
     reasons: dict[Reuse, str] = field(factory=dict)
 
     def reach(self, reuse: Reuse) -> int | None:
-        """The longest context for which a way is right on the twins; ``None`` is any length."""
+        """The longest context for which a way is right on the scaled copies; ``None`` is any
+        length."""
         # Those that contexts whose state is kept may cross.
         found = [one for one in self._thresholds if self.limit is None or one.value < self.limit]
         if not found and not is_quantised(self.model):  # whose own rows tell little
@@ -218,8 +220,8 @@ class Twins:
         return min((one.value for one in guilty), default=1) - 1
 
     def rows_apart(self) -> bool:
-        """Whether beyond all thresholds a row depends on tokens that come after it, or no twin
-        tells."""
+        """Whether beyond all thresholds a row depends on tokens that come after it, or no scaled
+        copy tells."""
         if rope_scalings(self.model.config.get_text_config(decoder=True), "dynamic"):
             return True  # each length has frequencies of its own
         try:
@@ -232,11 +234,12 @@ class Twins:
         return thresholds(self.model.config.to_dict())
 
     def _why_wrong(self, reuse: Reuse, near: Sequence[Threshold]) -> str | None:
-        """Why a way is wrong on the twin with some thresholds near; ``None`` where it is right."""
+        """Why a way is wrong on the scaled copy with some thresholds near; ``None`` where it is
+        right."""
         try:
             return self._disagreement(reuse, near, AROUND_NEAR)
         except ValueError as error:  # then the comparisons with cold rows remain
-            logger.info("kv.no_twin", why=str(error))
+            logger.info("kv.no_scaled_copy", why=str(error))
             return None
 
     def _disagreement(
@@ -245,15 +248,15 @@ class Twins:
         """The same, with contexts of these lengths.
 
         Raises:
-            ValueError: there is no such twin.
+            ValueError: there is no such scaled copy.
             EngineError: its rows differ from forward to forward.
         """
         model, changed = self.model, {one.path: NEAR for one in near}
-        twin = small_model(type(model), model.config, model.device, changed)
-        runner = Runner(twin, AdapterSet(twin), SlotPool(), layer_patterns(twin))
+        scaled = small_model(type(model), model.config, model.device, changed)
+        runner = Runner(scaled, AdapterSet(scaled), SlotPool(), layer_patterns(scaled))
         try:
             if reuse in (Reuse.SHARED, Reuse.PACKED):
-                _use_slot_attention(twin)
+                _use_slot_attention(scaled)
             for lengths in around:
                 contexts = _random_contexts(TOKENS - 4, lengths)
                 expected = _logprobs([runner.plain([context], [None]) for context in contexts])
@@ -264,7 +267,7 @@ class Twins:
                         f"rows of this model differ by {noise:.3g} nats from forward to forward "
                         f"beyond {beyond or 'one'} tokens; such a model cannot be served"
                     )
-                tolerance = _tolerance(twin, runner, contexts, expected)
+                tolerance = _tolerance(scaled, runner, contexts, expected)
                 if why := _disagreement(runner, reuse, contexts, expected, tolerance):
                     return why
                 runner.pool.forget_layers()
@@ -273,7 +276,7 @@ class Twins:
         except Exception as error:
             return f"{type(error).__name__}: {error}"[:200]
         finally:
-            runner.close()  # else a cycle would keep the twin's memory for a while
+            runner.close()  # else a cycle would keep the scaled copy's memory for a while
         return None
 
 

@@ -79,8 +79,8 @@ def _is_absent(
     constant = bool((before == before[0]).all()) and float(before[0]) != 0  # memory may be zeros
     if model.get_parameter(name).ndim > 1 or not constant or not bool(place.isnan().all()):
         return True
-    twin = in_transformers(settings_of(model_path))
-    if twin is None or name in dict(twin.named_parameters()):
+    empty = in_transformers(settings_of(model_path))
+    if empty is None or name in dict(empty.named_parameters()):
         return True
     place.copy_(before)
     return False

@@ -95,8 +95,8 @@ class Sessions:
         """Keep ``session`` as the most recently used. Returns those to release: an equal one that
         it replaces."""
         key = _key(session)
-        twin = self._idle.get(key)
-        released = [self._give_up(twin)] if twin else []
+        equal = self._idle.get(key)
+        released = [self._give_up(equal)] if equal else []
         self._idle[key] = session
         self._lengths[session.prompt.length] += 1
         return released

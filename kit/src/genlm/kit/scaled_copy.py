@@ -1,14 +1,14 @@
-"""The twin: a small model of the same class, whose thresholds are a few tokens away.
+"""The scaled copy: a small model of the same class, whose thresholds are a few tokens away.
 
 A model may change its attention beyond a length: a window, a temperature, a choice of the best
-positions. Contexts that short probes never reach cross it on the twin.
+positions. Contexts that short probes never reach cross it on the scaled copy.
 
 Comparing the model's own first row beyond each threshold with a cold one would find less:
 
 - Doge's first row beyond is right, the next ones are not.
 - Where no state is kept there is nothing to compare: Reformer's rows, which are random, would pass.
 - In half precision, rounding hides it. It may be 2 nats; nearly all rows of SmolLM2-135M with a
-  temperature of attention of 1.07 forgotten are nearer. So a twin is of float32.
+  temperature of attention of 1.07 forgotten are nearer. So a scaled copy is of float32.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_lay
 #: Options that number the layers of one kind.
 LAYER_NUMBERS = re.compile(r"^(attn|hybrid|local)_layer_(indices|ids)$")
 
-#: Options that say nothing of a twin.
+#: Options that say nothing of a scaled copy.
 LEFT_OUT = ("quantization_config", "dtype", "torch_dtype", "attn_implementation")
 
-#: How much narrower than the model a twin is tried.
+#: How much narrower than the model a scaled copy is tried.
 FACTORS = (64, 32, 16, 8, 4, 2, 1)
 
-#: The tokens that a twin knows, and the most weights that it may have.
+#: The tokens that a scaled copy knows, and the most weights that it may have.
 TOKENS, MOST_WEIGHTS = 64, 64_000_000
 
 
@@ -122,14 +122,14 @@ def _random(kind: Any, config: Any, device: torch.device) -> Any:
     cuda = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(cuda), torch.no_grad():
         torch.manual_seed(0)
-        twin = kind(config).float().to(device).eval()
-        for parameter in twin.parameters():
+        scaled = kind(config).float().to(device).eval()
+        for parameter in scaled.parameters():
             if parameter.ndim > 1:  # rows far from uniform, so that a mix-up shows
                 parameter.normal_(0, max(parameter.shape[-1], 8) ** -0.5)
-        rows = twin(torch.arange(6, device=device)[None], use_cache=False).logits
+        rows = scaled(torch.arange(6, device=device)[None], use_cache=False).logits
     if not rows.isfinite().all():
         raise ValueError("its rows are not finite")
-    return twin
+    return scaled
 
 
 def _smaller(settings: Mapping[str, Any], factor: int) -> dict[str, Any]:

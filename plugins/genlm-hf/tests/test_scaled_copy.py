@@ -1,4 +1,4 @@
-"""The twin: thresholds that the probe of short contexts cannot reach are crossed at load."""
+"""The scaled copy: thresholds that the probe of short contexts cannot reach are crossed at load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from genlm.hf import probe
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
-from genlm.kit.twin import Threshold, small_config, small_model, thresholds
+from genlm.kit.scaled_copy import Threshold, small_config, small_model, thresholds
 
 from . import shapes
 from .models import draw, sweep, unproven
@@ -57,16 +57,16 @@ def test_thresholds_are_found_wherever_they_stand() -> None:
     assert found == {"sliding_window": 2048, path: 1024}
 
 
-def test_a_twin_has_a_layer_of_every_kind() -> None:
+def test_a_scaled_copy_has_a_layer_of_every_kind() -> None:
     kinds = ["full_attention", *["sliding_attention"] * 3]
     config = transformers.Gemma3TextConfig(
         **{**SHAPE, "num_hidden_layers": 4}, layer_types=kinds, sliding_window=1024, head_dim=8
     )
     kind = transformers.Gemma3ForCausalLM
     state = torch.random.get_rng_state()
-    twin = small_model(kind, config, torch.device("cpu"), {("sliding_window",): 8})
-    assert twin.config.layer_types == ["full_attention", "sliding_attention"]
-    assert twin.model.layers[1].self_attn.sliding_window == 8
+    scaled = small_model(kind, config, torch.device("cpu"), {("sliding_window",): 8})
+    assert scaled.config.layer_types == ["full_attention", "sliding_attention"]
+    assert scaled.model.layers[1].self_attn.sliding_window == 8
     assert (config.num_hidden_layers, config.sliding_window) == (4, 1024)
     assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -126,7 +126,7 @@ def wrong_beyond(
     disturb: Callable[[torch.Tensor], torch.Tensor] = mixed_up,
 ) -> None:
     """Make some ways of reuse forget about the windows of models whose window is at most so long:
-    those that a twin has, not that of the model."""
+    those that a scaled copy has, not that of the model."""
     for way in ways:
         run = getattr(Runner, way)
 
@@ -180,7 +180,9 @@ def test_a_way_that_is_wrong_beyond_a_near_threshold_is_not_used(
     model.check((1, 2, 3), (1, 2, 3, 4))
 
 
-def test_a_twin_that_cannot_be_built_is_said_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scaled_copy_that_cannot_be_built_is_said_and_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: object) -> None:
         raise ValueError("sizes do not fit")
 
@@ -191,25 +193,29 @@ def test_a_twin_that_cannot_be_built_is_said_and_no_error(monkeypatch: pytest.Mo
     assert model.engine.reuse is Reuse.SHARED
 
 
-def test_no_twin_is_built_where_nothing_is_a_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_scaled_copy_is_built_where_nothing_is_a_threshold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     built: list[Threshold] = []
     monkeypatch.setattr(probe, "small_model", lambda *args: built.append(args))
     unproven(transformers.LlamaConfig(**SHAPE))
     assert not built
 
 
-def test_a_twin_is_gone_before_the_next_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    twins: list[weakref.ref[Any]] = []
+def test_a_scaled_copy_is_gone_before_the_next_garbage_collection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies: list[weakref.ref[Any]] = []
 
     def noted(*args: Any) -> Any:
-        twin = small_model(*args)
-        twins.append(weakref.ref(twin))
-        return twin
+        scaled = small_model(*args)
+        copies.append(weakref.ref(scaled))
+        return scaled
 
     monkeypatch.setattr(probe, "small_model", noted)
     gc.disable()
     try:
         unproven(windowed())
-        assert [twin() for twin in twins] == [None]
+        assert [scaled() for scaled in copies] == [None]
     finally:
         gc.enable()
