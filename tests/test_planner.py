@@ -88,16 +88,16 @@ def cells_of(key: bytes) -> list[int]:
 class Cells:
     """A table of such numbers; 0 is nothing."""
 
-    def __init__(self, budget: int, aside: int | None) -> None:
+    def __init__(self, budget: int, spare: int | None) -> None:
         self.slots: list[list[int]] = []
         self.fail_at: int | None = None  # after this many commands
         self.can_blank = True
         self.failed: Command | None = None
         self._budget = budget
-        self._aside = aside
+        self._spare = spare
 
     def limit(self, used: int) -> int:
-        return self._budget if self._aside is None else used + self._aside
+        return self._budget if self._spare is None else used + self._spare
 
     def own(self, segment: Segment) -> list[int]:
         """The cells of a segment."""
@@ -176,16 +176,16 @@ class PlannerMachine(RuleBasedStateMachine):
     @initialize(
         costs=st.sampled_from(SHARING_COSTS),
         budget=st.sampled_from([0, 1, 7, 40, 100, 300, 1000, 5000, 20_000, 10**9]),
-        aside=st.sampled_from([None, None, None, 0, 50, 3000]),
+        spare=st.sampled_from([None, None, None, 0, 50, 3000]),
         shares=st.sampled_from([True, True, True, False]),
         seed=st.integers(0, 2**32),
     )
     def begin(
-        self, costs: SharingCosts, budget: int, aside: int | None, shares: bool, seed: int
+        self, costs: SharingCosts, budget: int, spare: int | None, shares: bool, seed: int
     ) -> None:
-        self.table = Cells(budget, aside)
+        self.table = Cells(budget, spare)
         self.planner: Planner[Wanted] = Planner(self.table, costs, shares)
-        self.bounded = budget if aside is None else None
+        self.bounded = budget if spare is None else None
         self.long = costs.step == SharingCosts().step
         self.random = random.Random(seed)
         self.live: list[Wanted] = [Wanted((1,))]
@@ -427,9 +427,9 @@ class Kept(Planner[Wanted]):
     """One whose cells can be written."""
 
     def __init__(
-        self, budget: int, costs: SharingCosts = SHARING_COSTS[2], aside: int | None = None
+        self, budget: int, costs: SharingCosts = SHARING_COSTS[2], spare: int | None = None
     ) -> None:
-        self.cells = Cells(budget, aside)
+        self.cells = Cells(budget, spare)
         super().__init__(self.cells, costs)
 
 
@@ -506,7 +506,7 @@ def test_a_pinned_context_that_is_computed_whole_takes_no_more_afterwards() -> N
 
 def test_room_beside_a_trunk_is_used() -> None:
     """The limit is said beside what is used, to which a pinned trunk belongs."""
-    kept = Kept(budget=0, aside=20)
+    kept = Kept(budget=0, spare=20)
     ask(kept, [1] * 100)
     assert kept.pin(Wanted([1] * 100))
     ask(kept, [2] * 4)

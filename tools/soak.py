@@ -50,7 +50,7 @@ PARTS = (0.45, 0.45, 0.1)
 #: The share of answers that are compared with cold rows.
 COMPARED = 0.2
 
-#: By how much what is held may grow, in bytes; threads, files and futures may not.
+#: By how much the memory in use may grow, in bytes; threads, files and futures may not.
 SLACK = {"memory": 32 << 20, "tensors": 1 << 20}
 
 #: The GNU C library, where it is the one in use.
@@ -58,7 +58,7 @@ LIBC = ctypes.CDLL(None) if os.name == "posix" else None
 GLIBC = LIBC if hasattr(LIBC, "malloc_trim") else None
 M_ARENA_MAX = -8  # of its malloc.h
 
-Held = dict[str, int]
+Usage = dict[str, int]
 
 
 @define(eq=False)
@@ -82,8 +82,8 @@ class Soak:
     findings: list[str] = field(factory=list)
     deviation: float = 0.0
     programs: list[Usual] = field(factory=list)  # of the users that are at work
-    used: list[list[Held]] = field(factory=list)  # of each model, after each part
-    left: list[Held] = field(factory=list)  # after each model
+    used: list[list[Usage]] = field(factory=list)  # of each model, after each part
+    left: list[Usage] = field(factory=list)  # after each model
     leaving: threading.Event = field(factory=threading.Event)  # set where users are to leave
     stopped: threading.Event = field(factory=threading.Event)
 
@@ -91,7 +91,7 @@ class Soak:
         """Soak for the time given; whether nothing was found."""
         for number in range(ROUNDS):
             self.one_round(number)
-            self.left.append(held())
+            self.left.append(usage())
             if self.stopped.is_set():
                 break
         else:
@@ -111,7 +111,7 @@ class Soak:
             f"{len(self.findings)} findings"
         )
 
-    def must_not_grow(self, what: str, each: Sequence[Held]) -> None:
+    def must_not_grow(self, what: str, each: Sequence[Usage]) -> None:
         for kind, first in each[0].items():
             if each[-1][kind] > first + SLACK.get(kind, 0):
                 self.found(f"{what} ever more {kind}: {[held[kind] for held in each]}")
@@ -130,7 +130,7 @@ class Soak:
                     lm.clear_cache()
                     lm.clear_kv_cache()
             if not closes:
-                self.used[-1].append(held())
+                self.used[-1].append(usage())
         for violation in violations:
             self.found(violation)
         if failed := lm.stats.failed_calls:
@@ -238,7 +238,7 @@ def show_and_end() -> None:
     os._exit(1)
 
 
-def held() -> Held:
+def usage() -> Usage:
     """What the process holds, without garbage, and without free memory that is kept."""
     now = alive()  # it collects garbage
     futures = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Future | Future)]

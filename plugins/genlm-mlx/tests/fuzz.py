@@ -40,7 +40,7 @@ CONSTANTS = {
     "genlm.mlx.blocks.WORTHWHILE": [2, 16, 100],
     "genlm.mlx.blocks.FEW_MORE": [0, 64, 1000],
     "genlm.mlx.runner.WITH_LOGITS": [1, 128],
-    "genlm.mlx.aside.LEAST_ASIDE": [0, 64 << 20],
+    "genlm.mlx.cache_limit.LEAST_KEPT": [0, 64 << 20],
     "genlm.mlx.blocks.STAYS_WHOLE": [0.0, 0.25, 1.1],
     "genlm.mlx.blocks.TOLERATED_PADDING": [0, 4096],
     "genlm.mlx.layout.FEW": [1, 8],

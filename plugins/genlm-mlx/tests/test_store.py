@@ -135,7 +135,7 @@ def test_forks_continue_from_their_parent_and_the_others_stay_known(either: Trie
 def test_alternating_groups_keep_their_state(
     either: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genlm.mlx.aside.LEAST_ASIDE", 0)
+    monkeypatch.setattr("genlm.mlx.cache_limit.LEAST_KEPT", 0)
     groups = [keys_of(4, length, seed=length) for length in (70, 80)]
     for group in groups:
         either.ask(*group)
@@ -148,7 +148,7 @@ def test_alternating_groups_keep_their_state(
 def test_a_lone_context_takes_the_place_of_no_group(
     either: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genlm.mlx.aside.LEAST_ASIDE", 0)
+    monkeypatch.setattr("genlm.mlx.cache_limit.LEAST_KEPT", 0)
     keys, lone = keys_of(8, 70), keys_of(3, 5, seed=1)
     either.ask(*keys)
     for token, other in enumerate(lone):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from genlm.core.context import Context
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Query
-from genlm.vllm.held import Held
+from genlm.vllm.cache_usage import CacheUsage
 from genlm.vllm.request import VllmRequest
 from genlm.vllm.sessions import Sessions
 
@@ -73,8 +73,8 @@ def test_where_a_longer_one_was_just_taken_there_is_a_fork():
     sessions = made(3)
     for ids in ((1,), (1, 2), (1, 5)):
         new = session(*ids, request_id=str(ids))
-        sessions.held.add(new)
-        sessions.held.complete(new)
+        sessions.usage.add(new)
+        sessions.usage.complete(new)
         assert sessions.park(new) == []
     assert sessions.take(Query((1, 2, 3))).prompt == Query((1, 2))
     assert sessions.take(Query((1, 2, 3, 4))) is None  # (1,) is there, which lacks a token more
@@ -111,21 +111,21 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
     least recently used beyond the limits, and no more, and the longest one within reach is
     taken."""
     sessions = made(limit, places=places)
-    held, pinned = {}, set()
+    there, pinned = {}, set()
     blocks, pins = Blocks(), Blocks()
 
     def begin(new):
-        sessions.held.add(new)
-        sessions.held.complete(new)
-        blocks.begin(new, held.values())
+        sessions.usage.add(new)
+        sessions.usage.complete(new)
+        blocks.begin(new, there.values())
 
     def given_up(released):
         ids = [one.request_id for one in released]
         assert len(set(ids)) == len(ids)
-        return [held.pop(each) for each in ids]
+        return [there.pop(each) for each in ids]
 
     def idle():
-        return [each for each in held.values() if each.request_id not in pinned]
+        return [each for each in there.values() if each.request_id not in pinned]
 
     def within_reach(query):
         return [
@@ -141,12 +141,12 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
         if deed == "park":
             begin(new)
             given_up(sessions.park(new))
-            held[new.request_id] = new
+            there[new.request_id] = new
         elif deed == "pin" and not sessions.is_pinned(new.prompt):
             begin(new)
             sessions.pin(new)
-            pins.begin(new, [held[each] for each in pinned])
-            held[new.request_id] = new
+            pins.begin(new, [there[each] for each in pinned])
+            there[new.request_id] = new
             pinned.add(new.request_id)
         elif deed == "take":
             # As a context that knows its parent, and as one that does not.
@@ -157,7 +157,7 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
             if taken:
                 assert taken.prompt == Query(ids[: taken.prompt.length], adapter)
                 sessions.settle()
-                sessions.held.remove(taken)
+                sessions.usage.remove(taken)
                 given_up([taken])
         elif deed == "trim":
             before = idle()
@@ -165,53 +165,53 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
             gone = given_up(sessions.trim(len(ids)))
             most = max(limit, places - len(ids))
             assert gone == before[: len(gone)]
-            rest = [*held.values(), new]
-            assert not idle() or (blocks.taken_by(rest) <= CAPACITY and len(held) <= most)
-            full = len(held) + 1 > most
+            rest = [*there.values(), new]
+            assert not idle() or (blocks.taken_by(rest) <= CAPACITY and len(there) <= most)
+            full = len(there) + 1 > most
             assert not gone or blocks.taken_by([*rest, gone[-1]]) > CAPACITY or full
-            sessions.held.remove(new)
+            sessions.usage.remove(new)
         elif deed == "drop":
-            with_adapter = {each.request_id for each in held.values() if each.prompt.adapter == A}
+            with_adapter = {each.request_id for each in there.values() if each.prompt.adapter == A}
             assert {each.request_id for each in given_up(sessions.drop(A))} == with_adapter
         elif deed == "clear":
             given_up(sessions.clear())
-            assert not held
-        assert len(sessions) == len(held)
-        assert sessions.held.tokens == blocks.taken_by(held.values())
-        pinned &= held.keys()
-        assert sessions.pinned_tokens == pins.taken_by(map(held.get, pinned))
+            assert not there
+        assert len(sessions) == len(there)
+        assert sessions.usage.tokens == blocks.taken_by(there.values())
+        pinned &= there.keys()
+        assert sessions.pinned_tokens == pins.taken_by(map(there.get, pinned))
 
 
 def test_what_a_request_fills_itself_is_its_own():
     """vLLM looks for what others have when a request begins, and computes its last token."""
-    held = Held(BLOCK)
+    usage = CacheUsage(BLOCK)
     first, same = session(*range(8), request_id="a"), session(*range(8), request_id="b")
-    held.add(first)
-    held.complete(first)
-    held.add(same)
-    assert held.tokens == 12 + 12 - 4  # not the second block, which the last token fills
+    usage.add(first)
+    usage.complete(first)
+    usage.add(same)
+    assert usage.tokens == 12 + 12 - 4  # not the second block, which the last token fills
     short, long = session(*range(7), request_id="c"), session(*range(9), request_id="c")
-    held.add(short)
-    held.extend(short, long)
-    assert held.tokens == 20 + 12 - 4
+    usage.add(short)
+    usage.extend(short, long)
+    assert usage.tokens == 20 + 12 - 4
     later = session(*range(9), 7, request_id="d")
-    held.add(later)
-    assert held.tokens == 28 + 12 - 8
+    usage.add(later)
+    assert usage.tokens == 28 + 12 - 8
     for each in (first, long, same):
-        held.remove(each)
-    assert held.tokens == later.tokens
-    held.remove(later)
-    assert held.tokens == 0
+        usage.remove(each)
+    assert usage.tokens == later.tokens
+    usage.remove(later)
+    assert usage.tokens == 0
 
 
 def test_what_a_last_token_fills_is_for_others_once_it_is_computed():
     """Before, vLLM may begin the longer one first."""
-    held = Held(BLOCK)
+    usage = CacheUsage(BLOCK)
     first, longer = session(*range(8), request_id="a"), session(*range(9), request_id="b")
-    held.add(first)
-    held.add(longer)
-    assert held.tokens == 12 + 12 - 4
-    held.remove(longer)
-    held.complete(first)
-    held.add(longer)
-    assert held.tokens == 12 + 12 - 8
+    usage.add(first)
+    usage.add(longer)
+    assert usage.tokens == 12 + 12 - 4
+    usage.remove(longer)
+    usage.complete(first)
+    usage.add(longer)
+    assert usage.tokens == 12 + 12 - 8

@@ -16,8 +16,8 @@ from genlm.core import Query
 from genlm.kit.kv import Placement, TokenSequence
 from genlm.kit.kv.placement import nested
 from genlm.kit.prefixes import PrefixIndex, common_length
-from genlm.mlx.aside import Aside
 from genlm.mlx.block import RowBlock, Target
+from genlm.mlx.cache_limit import CacheLimit
 from genlm.mlx.runner import Cache, Key, Runner, in_order, key_of
 
 #: The least tokens for which a shared prefix is computed first, a longer row is trimmed and used,
@@ -62,13 +62,13 @@ class Blocks:
         runner: The model.
         max_bytes: The most bytes to keep besides pinned rows and those of the last call; the least
             recently used blocks are dropped first. For ``None`` see
-            :class:`~genlm.mlx.aside.Aside`.
+            :class:`~genlm.mlx.cache_limit.CacheLimit`.
         ragged: Whether rows of unequal length can be fed together.
     """
 
     def __init__(self, runner: Runner, max_bytes: int | None, ragged: bool = True) -> None:
         self._runner = runner
-        self._aside = Aside(max_bytes)
+        self._cache_limit = CacheLimit(max_bytes)
         self._ragged = ragged
         self._blocks: list[RowBlock] = []
         self._index: PrefixIndex[Key, Place] = PrefixIndex()
@@ -151,7 +151,7 @@ class Blocks:
         """Drop all rows."""
         self._blocks.clear()
         self._index = PrefixIndex()
-        self._aside.clear()
+        self._cache_limit.clear()
 
     # --- the course of a call ---------------------------------------------------------------------
 
@@ -345,9 +345,9 @@ class Blocks:
             for block in self._blocks
             if block.used == self._tick or block.pinned or block in needed
         ]
-        aside = [block for block in self._blocks if block is left or block not in in_hand]
-        excess = _nbytes(aside) - self._aside.limit(_nbytes(in_hand))
-        for block in sorted(aside, key=attrgetter("used")):
+        others = [block for block in self._blocks if block is left or block not in in_hand]
+        excess = _nbytes(others) - self._cache_limit.limit(_nbytes(in_hand))
+        for block in sorted(others, key=attrgetter("used")):
             if excess > 0:
                 excess -= block.nbytes
                 self._forget(block)

@@ -35,7 +35,8 @@ class Store:
     Args:
         runner: The model.
         max_bytes: The most bytes to keep besides the current batch and pinned contexts; the least
-            recently used are dropped first. For ``None`` see :class:`~genlm.mlx.aside.Aside`.
+            recently used are dropped first. For ``None`` see
+            :class:`~genlm.mlx.cache_limit.CacheLimit`.
         costs: The numbers for decisions on sharing.
 
     Attributes:

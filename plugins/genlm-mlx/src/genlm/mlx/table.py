@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from genlm.kit.kv import commands
 from genlm.kit.segments import Segment, Slot, Trunk
-from genlm.mlx.aside import Aside
+from genlm.mlx.cache_limit import CacheLimit
 from genlm.mlx.chunk import LayerState
 from genlm.mlx.layout import Layout
 from genlm.mlx.runner import Runner
@@ -78,7 +78,7 @@ class Table:
     Args:
         runner: The model.
         max_bytes: The most bytes to keep besides the current batch and pinned contexts. For
-            ``None`` see :class:`~genlm.mlx.aside.Aside`.
+            ``None`` see :class:`~genlm.mlx.cache_limit.CacheLimit`.
 
     Attributes:
         layers: The layers, given to the model as its cache.
@@ -91,7 +91,7 @@ class Table:
     def __init__(self, runner: Runner, max_bytes: int | None) -> None:
         self.layout: Layout
         self.in_hand = 0
-        self._aside = Aside(max_bytes)
+        self._cache_limit = CacheLimit(max_bytes)
         self._limit = 0  # the last one, in positions
         cache = runner.empty_cache()
         runner.feed(cache, [0], [[0]])  # only after this the size of a position is known
@@ -116,7 +116,7 @@ class Table:
         """The most positions: for the current call, for pinned contexts, and some aside. A little
         less than the last time is as much as that: to shrink, the table would be copied."""
         used += self.in_hand
-        limit = used + self._aside.limit(used * self.position_bytes) // self.position_bytes
+        limit = used + self._cache_limit.limit(used * self.position_bytes) // self.position_bytes
         if not limit <= self._limit <= limit + limit // A_LITTLE:
             self._limit = limit
         return self._limit
@@ -127,7 +127,7 @@ class Table:
             case commands.Resize(slots, columns, kept):
                 self._resize(slots, columns, kept)
                 if not slots:
-                    self._aside.clear()
+                    self._cache_limit.clear()
                     self._limit = 0
             case commands.NewTrunk(trunk):
                 trunk.layers = [

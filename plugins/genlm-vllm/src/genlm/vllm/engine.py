@@ -53,7 +53,7 @@ class VllmEngine:
         self.lacking = {"genlm_add_lora": "load it with engine_opts={'enable_lora': True}"}
         self.live = live
         self._core, self._rows, self._sessions = core, rows, sessions
-        self._in_flight = RequestsInFlight(core, sessions.held)
+        self._in_flight = RequestsInFlight(core, sessions.usage)
         self._numbers = itertools.count(1)
         self._width = self.vocab_size  # token ids from there on are padding
         self._hides_padding = True

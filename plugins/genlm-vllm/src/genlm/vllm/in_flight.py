@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from genlm.core.errors import EngineError
 from genlm.core.types import Request
-from genlm.vllm.held import Held
+from genlm.vllm.cache_usage import CacheUsage
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.request import Output, VllmRequest
 
@@ -20,11 +20,11 @@ class RequestsInFlight:
 
     Args:
         core: The engine core.
-        held: Where they are counted for as long as vLLM has them.
+        usage: Where they are counted for as long as vLLM has them.
     """
 
-    def __init__(self, core: EngineCore, held: Held) -> None:
-        self._core, self._held = core, held
+    def __init__(self, core: EngineCore, usage: CacheUsage) -> None:
+        self._core, self._usage = core, usage
         self._by_id: dict[str, VllmRequest] = {}
         self._idle_steps = 0
         self.tokens = 0  # the most that all take in the key/value cache
@@ -35,14 +35,14 @@ class RequestsInFlight:
     def launch(self, request: VllmRequest, cache_salt: str | None, *, pinned: bool) -> None:
         """Hand a request to vLLM; see :meth:`EngineCore.add`."""
         self._enter(request)
-        self._held.add(request)
+        self._usage.add(request)
         self._core.add(request, cache_salt, pinned=pinned)
 
     def extend(self, request: VllmRequest, session: VllmRequest) -> None:
         """Let vLLM go on with an idle session, whose context the request extends."""
         request.request_id, request.params = session.request_id, session.params
         self._enter(request)
-        self._held.extend(session, request)
+        self._usage.extend(session, request)
         self._core.extend(request, request.prompt.context.since(session.prompt.length))
 
     def _enter(self, request: VllmRequest) -> None:
@@ -60,9 +60,9 @@ class RequestsInFlight:
                 over.append(request)
                 self._remove(request)
                 if request.is_kept:
-                    self._held.complete(request)
+                    self._usage.complete(request)
                 else:
-                    self._held.remove(request)
+                    self._usage.remove(request)
         self._watch(outputs)
         return over
 
@@ -78,14 +78,14 @@ class RequestsInFlight:
         dropped = [each for each in self._by_id.values() if each.request in requests]
         for each in dropped:
             self._remove(each)
-            self._held.remove(each)
+            self._usage.remove(each)
         return dropped
 
     def clear(self) -> list[str]:
         """Forget all; the request ids that vLLM must drop."""
         dropped = list(self._by_id)
         self._by_id.clear()
-        self._held.clear()
+        self._usage.clear()
         self.tokens = self._idle_steps = 0
         return dropped
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Query
-from genlm.vllm.held import Held
+from genlm.vllm.cache_usage import CacheUsage
 from genlm.vllm.request import VllmRequest
 
 
@@ -49,8 +49,8 @@ class Sessions:
         self._limit, self._places = limit, places
         self._capacity, self._footprint = capacity, footprint
         #: Everything that vLLM has: these, and the requests in flight.
-        self.held = Held(shared)
-        self._pins = Held(shared)
+        self.usage = CacheUsage(shared)
+        self._pins = CacheUsage(shared)
         self._longest, self._reach, self._forks = longest, reach, forks
         # By adapter and hash, which a context knows of its parent too.
         self._idle: OrderedDict[tuple[Adapter | None, int], VllmRequest] = OrderedDict()
@@ -138,7 +138,7 @@ class Sessions:
         """Take out the least recently used until the rest is within the limits and fits with the
         requests in flight, of which there are so many."""
         released, most = [], max(self._limit, self._places - in_flight)
-        while self._idle and (len(self) > most or self.held.tokens > self._capacity):
+        while self._idle and (len(self) > most or self.usage.tokens > self._capacity):
             released.append(self._give_up(next(iter(self._idle.values()))))
         return released
 
@@ -151,7 +151,7 @@ class Sessions:
         queries = [query for query in self._pinned if query.adapter == adapter]
         pinned = [self._pinned.pop(query) for query in queries]
         for each in pinned:
-            self.held.remove(each)
+            self.usage.remove(each)
             self._pins.remove(each)
         idle = [each for each in self._idle.values() if each.prompt.adapter == adapter]
         return [*pinned, *map(self._give_up, idle)]
@@ -163,7 +163,7 @@ class Sessions:
         self._idle.clear()
         self._taken.clear()
         self._lengths.clear()
-        self.held.clear()
+        self.usage.clear()
         self._pins.clear()
         return released
 
@@ -174,7 +174,7 @@ class Sessions:
             del self._lengths[length]
 
     def _give_up(self, session: VllmRequest) -> VllmRequest:
-        self.held.remove(session)
+        self.usage.remove(session)
         self._forget_length(session)
         return self._idle.pop(_key(session))
 

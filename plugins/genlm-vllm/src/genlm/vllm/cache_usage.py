@@ -26,7 +26,7 @@ class Block:
     users: int = 0
 
 
-class Held:
+class CacheUsage:
     """Counts the tokens of requests that vLLM has: those of full blocks that several share once.
 
     A request shares the blocks that are there when vLLM begins it, but for one that its last token

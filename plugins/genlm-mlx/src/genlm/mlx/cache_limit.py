@@ -1,14 +1,14 @@
-"""Aside: how much is kept besides a batch."""
+"""The cache limit: how much is kept besides a batch."""
 
 from __future__ import annotations
 
 #: Without a limit: how much is kept in all, relative to the largest batch (two groups of contexts
 #: can take turns, even if one has longer contexts), and the least bytes to keep besides any batch.
 IN_ALL = 5 / 2
-LEAST_ASIDE = 64 << 20
+LEAST_KEPT = 64 << 20
 
 
-class Aside:
+class CacheLimit:
     """The most bytes to keep besides a batch.
 
     The largest batch counts, not the current one: a single request between the steps of a program
@@ -28,7 +28,7 @@ class Aside:
         if self._max_bytes is not None:
             return self._max_bytes
         self._largest = max(self._largest, in_hand)
-        return max(LEAST_ASIDE, int(IN_ALL * self._largest) - in_hand)
+        return max(LEAST_KEPT, int(IN_ALL * self._largest) - in_hand)
 
     def clear(self) -> None:
         """Note that everything was dropped."""
