@@ -17,7 +17,7 @@ PLUGIN = "hf"
 
 SIZES = (49_152, 128_256)
 COUNTS = (1, 64)
-WAYS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature 0.7": {"temperature": 0.7},
     "top_k 50": {"top_k": 50},
@@ -74,7 +74,7 @@ def floor(bench: Bench) -> None:
 
 def for_each(measure: Callable[[str, int, int, dict[str, Any]], None]) -> None:
     for size in SIZES:
-        for way, options in WAYS.items():
+        for way, options in OPTIONS.items():
             for count in COUNTS:
                 case = f"{way}, {count} together" if count > 1 else way
                 measure(case, size, count, options)

@@ -11,7 +11,7 @@ import torch
 
 from genlm.conformance import ConformanceSuite
 from genlm.core import hookimpl
-from tools.soak import Soak, held
+from tools.soak import Soak, usage
 
 from .conftest import run_python
 from .doubles import Processor
@@ -103,12 +103,12 @@ def test_a_leak_is_found(until_it_closes, holder):
 
 @pytest.mark.parametrize("kind", ["memory", "tensors"])
 def test_a_leak_of_bytes_is_found(kind):
-    before = held()
+    before = usage()
     kept = torch.ones(100 << 20, dtype=torch.uint8)
-    grown = held()
+    grown = usage()
     del kept
     one = soak()
-    one.must_not_grow("nothing holds", [grown, held()])
+    one.must_not_grow("nothing holds", [grown, usage()])
     assert not one.findings
     one.must_not_grow("it holds", [{kind: before[kind]}, {kind: grown[kind]}])
     assert one.findings == [f"it holds ever more {kind}: {[before[kind], grown[kind]]}"]

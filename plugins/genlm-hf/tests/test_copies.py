@@ -36,7 +36,7 @@ from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
 from genlm.hf.pool import PoolLayer, SlotPool
 from genlm.hf.probe import Choice
-from genlm.hf.reuse import Reuse
+from genlm.hf.reuse import ReuseMode
 from genlm.hf.strategies import SHARING_COSTS, Computed
 from genlm.hf.upload import Upload
 from tests.engines import rows_of
@@ -110,12 +110,14 @@ Make = Callable[..., HFEngine]
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Makes an engine whose model is on the device. Nothing can be read there: so the way of reuse
+    """Makes an engine whose model is on the device. Nothing can be read there: so the reuse mode
     is given, and no row is compared with a cold one."""
 
-    def make(config: PretrainedConfig, reuse: Reuse = Reuse.SHARED, **options: Any) -> HFEngine:
+    def make(
+        config: PretrainedConfig, reuse: ReuseMode = ReuseMode.SHARED, **options: Any
+    ) -> HFEngine:
         def choose(model: Any, *rest: Any) -> Choice:
-            if reuse in (Reuse.SHARED, Reuse.PACKED):
+            if reuse in (ReuseMode.SHARED, ReuseMode.PACKED):
                 model.set_attn_implementation(SLOT_ATTENTION)
             return Choice(reuse, 0.0, None, False)
 
@@ -127,7 +129,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Make:
         refuse = staticmethod(lambda model: None)  # weights on no device are refused elsewhere
         monkeypatch.setattr(HFEngine, "_refuse", refuse)
         engine = HFEngine(model, None, HFOptions.parse({"kv_cache_bytes": 1 << 30, **options}))
-        if reuse is not Reuse.NONE:
+        if reuse is not ReuseMode.NONE:
             engine.genlm_cache_prefix(Query((TOKENS - 1,)))  # the pool learns the shape of states
             engine.genlm_clear_kv_cache()
         return engine
@@ -159,9 +161,13 @@ GEMMA = Gemma2Config(
 
 
 @pytest.mark.parametrize(
-    ("config", "reuse"), [(LLAMA, Reuse.PACKED), (GEMMA, Reuse.SHARED)], ids=["llama", "gemma2"]
+    ("config", "reuse"),
+    [(LLAMA, ReuseMode.PACKED), (GEMMA, ReuseMode.SHARED)],
+    ids=["llama", "gemma2"],
 )
-def test_a_step_in_rows_copies_once(config: PretrainedConfig, reuse: Reuse, there: Make) -> None:
+def test_a_step_in_slots_copies_once(
+    config: PretrainedConfig, reuse: ReuseMode, there: Make
+) -> None:
     engine = there(config, reuse)
     new = contexts_of(20)
     assert ask(engine, *new) == ONE
@@ -200,12 +206,12 @@ def test_a_step_over_trunks_copies_once(
 
 
 def test_every_forward_of_a_step_copies_once(there: Make) -> None:
-    engine = there(LLAMA, Reuse.UNIFORM)  # one forward for each length
+    engine = there(LLAMA, ReuseMode.UNIFORM)  # one forward for each length
     assert ask(engine, [1, 2, 3], [4, 5], [6, 7], [8]) == Counts(up=3)
 
 
 def test_state_in_uniform_rows_copies_once(there: Make) -> None:
-    engine = there(LLAMA, Reuse.UNIFORM)
+    engine = there(LLAMA, ReuseMode.UNIFORM)
     assert ask(engine, *contexts_of(20)) == ONE
     assert ask(engine, *[[*one, 5] for one in contexts_of(20)[::2]]) == ONE
 
@@ -226,7 +232,7 @@ def test_a_fork_copies_its_rows_besides(there: Make) -> None:
 
 
 def test_snapshots_copy_once_where_contexts_stay_together(there: Make) -> None:
-    engine = there(MAMBA, Reuse.STEPWISE)
+    engine = there(MAMBA, ReuseMode.STEPWISE)
     assert ask(engine, *contexts_of(20)) == ONE
     grown = [[*one, 5] for one in contexts_of(20)]
     assert ask(engine, *grown) == ONE
@@ -234,7 +240,7 @@ def test_snapshots_copy_once_where_contexts_stay_together(there: Make) -> None:
 
 
 def test_the_whole_contexts_of_a_cold_row_are_copied_once(there: Make) -> None:
-    assert ask(there(MAMBA, Reuse.NONE), *contexts_of(20), [1, 2]) == Counts(up=2)
+    assert ask(there(MAMBA, ReuseMode.NONE), *contexts_of(20), [1, 2]) == Counts(up=2)
 
 
 def launched(engine: HFEngine, contexts: Sequence[Sequence[int]]) -> int:

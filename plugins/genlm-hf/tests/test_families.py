@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from genlm.core import Query
 from genlm.hf import strategies
 from genlm.hf.engine import HFEngine
-from genlm.hf.reuse import Reuse
+from genlm.hf.reuse import ReuseMode
 from genlm.kit.kv.sharing import SharingCosts
 
 from .models import beside, check_random_program, draw, proven, unproven
@@ -59,12 +59,12 @@ RWKV = configs.RwkvConfig(
     vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32
 )
 FAMILIES = {
-    **{family: (config, Reuse.SHARED) for family, config in SHARED.items()},
-    "deepseek3, latent attention": (configs.DeepseekV3Config(**LATENT), Reuse.PACKED),
-    **{family: (config, Reuse.UNIFORM) for family, config in UNIFORM.items()},
-    **{family: (config, Reuse.SNAPSHOTS) for family, config in SNAPSHOTS.items()},
-    "mamba": (MAMBA, Reuse.STEPWISE),
-    "rwkv": (RWKV, Reuse.NONE),
+    **{family: (config, ReuseMode.SHARED) for family, config in SHARED.items()},
+    "deepseek3, latent attention": (configs.DeepseekV3Config(**LATENT), ReuseMode.PACKED),
+    **{family: (config, ReuseMode.UNIFORM) for family, config in UNIFORM.items()},
+    **{family: (config, ReuseMode.SNAPSHOTS) for family, config in SNAPSHOTS.items()},
+    "mamba": (MAMBA, ReuseMode.STEPWISE),
+    "rwkv": (RWKV, ReuseMode.NONE),
 }
 
 
@@ -76,7 +76,7 @@ def test_a_random_program(family: str) -> None:
     assert model.engine.reuse is reuse
     (chosen,) = [event for event in events if event["event"] == "kv.reuse_chosen"]
     assert chosen["reuse"] == reuse.value
-    better = list(Reuse)[: list(Reuse).index(reuse)]
+    better = list(ReuseMode)[: list(ReuseMode).index(reuse)]
     assert [*chosen["rejected"]] == [way.value for way in better]  # and each with its reason
     assert all(chosen["rejected"].values())
     with capture_logs() as events:
@@ -130,7 +130,7 @@ def test_another_attention_that_somebody_sets_meanwhile() -> None:
 def test_a_copy_of_a_model_that_is_open_shares_prompts_too() -> None:
     model = proven(configs.LlamaConfig(**SHAPE))
     copied = beside(copy.deepcopy(model.engine.model), model.reference)
-    assert copied.engine.reuse is Reuse.SHARED
+    assert copied.engine.reuse is ReuseMode.SHARED
     copied.check((1, 2, 3), (1, 2, 4, 5))
     copied.engine.genlm_close()
     model.check((1, 2, 3), (1, 2, 4, 5))

@@ -24,7 +24,7 @@ from genlm.core import EngineError, Query
 from genlm.hf.engine import HFEngine
 from genlm.hf.loading import load_pretrained
 from genlm.hf.options import HFOptions
-from genlm.hf.reuse import Reuse
+from genlm.hf.reuse import ReuseMode
 from genlm.hf.runner import Runner
 from tests.engines import rows_of
 
@@ -40,7 +40,7 @@ def load(folder: str, **options: Any) -> Any:
 def test_half_precision(dtype: str) -> None:
     model = proven(llama_config(dtype=dtype), max_batch_tokens=48)
     assert model.engine.model.dtype == getattr(torch, dtype)
-    assert model.engine.reuse is Reuse.SHARED
+    assert model.engine.reuse is ReuseMode.SHARED
     rows = model.ask((1, 2, 3), (1, 2, 3, 4))
     assert rows.dtype == torch.float32
     assert rows.logsumexp(-1).abs().max() < 1e-4
@@ -51,7 +51,7 @@ def test_half_precision(dtype: str) -> None:
 def test_half_precision_of_a_real_model(real_model: str) -> None:
     """Its logits are so large that a step of bfloat16 is an eighth of a nat."""
     engine = HFEngine(load(real_model, dtype="bfloat16"), None)
-    assert engine.reuse is Reuse.SHARED
+    assert engine.reuse is ReuseMode.SHARED
 
 
 @pytest.mark.parametrize(("noise", "served"), [(1e-3, True), (0.2, False)])
@@ -68,7 +68,7 @@ def test_a_model_whose_own_forwards_differ_by_more_than_rounding_usually_does(
 
     model = Noisy(llama_config()).eval()
     if served:
-        assert HFEngine(model, None).reuse is Reuse.SHARED
+        assert HFEngine(model, None).reuse is ReuseMode.SHARED
     else:
         with pytest.raises(EngineError, match="depend on padding"):
             HFEngine(model, None)
@@ -93,14 +93,14 @@ def test_a_wrong_way_is_rejected_where_rows_are_nearly_uniform(
     rows = rows_of(right, [Query((1, 2, 3)), Query((4, 5, 6))])
     assert rows.std(-1).max() < 0.15
     assert (rows - rows.roll(1, -1)).abs().max() < 1.0
-    assert right.reuse is Reuse.SHARED
+    assert right.reuse is ReuseMode.SHARED
     right.genlm_close()
 
     def wrong(self: Runner, *args: Any, run: Any = Runner.packed) -> torch.Tensor:
         return run(self, *args).roll(1, -1)
 
     monkeypatch.setattr(Runner, "packed", wrong)
-    assert HFEngine(model, None).reuse not in (Reuse.SHARED, Reuse.PACKED)
+    assert HFEngine(model, None).reuse not in (ReuseMode.SHARED, ReuseMode.PACKED)
 
 
 @pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str)
@@ -132,7 +132,7 @@ def test_quantised(bits: int, stored: torch.dtype, tiny: str) -> None:
     options = {f"load_in_{bits}bit": True}
     model = beside(load(tiny, bitsandbytes_opts=options), load(tiny, bitsandbytes_opts=options))
     assert stored in {weight.dtype for weight in model.engine.model.parameters()}
-    assert model.engine.reuse is Reuse.SHARED
+    assert model.engine.reuse is ReuseMode.SHARED
     rows = model.ask((1, 2, 3))
     assert rows.dtype == torch.float32
     plain = beside(load(tiny), None).ask((1, 2, 3))
@@ -166,7 +166,7 @@ def rounding(config: Any) -> Any:
 def test_layers_that_round_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
     config = llama_config(num_hidden_layers=4, hidden_size=128, intermediate_size=128)
     engine = HFEngine(rounding(config), None)
-    assert engine.reuse is Reuse.SHARED
+    assert engine.reuse is ReuseMode.SHARED
     apart = []
     with capture_logs() as events:
         for context in draw(5, 70):
@@ -181,7 +181,7 @@ def test_layers_that_round_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # Its own rows do not show this, those of the scaled copy do.
     monkeypatch.setattr(Runner, "packed", wrong)
-    assert HFEngine(rounding(config), None).reuse not in (Reuse.SHARED, Reuse.PACKED)
+    assert HFEngine(rounding(config), None).reuse not in (ReuseMode.SHARED, ReuseMode.PACKED)
 
 
 @pytest.mark.any_version
@@ -189,7 +189,7 @@ def test_four_bits_of_a_real_model(real_model: str) -> None:
     """On a CPU, bitsandbytes computes wide layers in bfloat16, whatever the model's type."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     engine = HFEngine(load(real_model, bitsandbytes_opts={"load_in_4bit": True}), None)
-    assert engine.reuse is Reuse.SHARED
+    assert engine.reuse is ReuseMode.SHARED
 
 
 @pytest.mark.any_version
@@ -204,7 +204,7 @@ def check_compiled(tiny: str, backend: str, **hf_opts: Any) -> None:
     options = {"dynamic": True, "backend": backend}
     model = beside(load(tiny, hf_opts=hf_opts, compile_opts=options), load(tiny, hf_opts=hf_opts))
     assert counters["stats"]["unique_graphs"] > graphs
-    assert model.engine.reuse is Reuse.SHARED
+    assert model.engine.reuse is ReuseMode.SHARED
     model.check((1, 2, 3), (4, 5, 6, 7, 8))
     model.check((1, 2, 3, 4, 7), (1, 2, 3, 4, 8), (5, 6, 9, 10))
     model.check((1, 2, 3, 4, 7, 5), (1, 2, 3, 4, 8, 6), (5, 6))

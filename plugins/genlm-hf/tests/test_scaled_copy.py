@@ -13,7 +13,7 @@ import transformers
 from structlog.testing import capture_logs
 
 from genlm.hf import probe
-from genlm.hf.reuse import Reuse
+from genlm.hf.reuse import ReuseMode
 from genlm.hf.runner import Runner
 from genlm.kit.scaled_copy import Threshold, small_config, small_model, thresholds
 
@@ -125,7 +125,7 @@ def wrong_beyond(
     ways: tuple[str, ...],
     disturb: Callable[[torch.Tensor], torch.Tensor] = mixed_up,
 ) -> None:
-    """Make some ways of reuse forget about the windows of models whose window is at most so long:
+    """Make some reuse modes forget about the windows of models whose window is at most so long:
     those that a scaled copy has, not that of the model."""
     for way in ways:
         run = getattr(Runner, way)
@@ -148,7 +148,7 @@ def test_a_way_that_is_wrong_beyond_a_far_threshold_is_used_below_it(
     (event,) = [event for event in events if event["event"] == "kv.reuse_limited"]
     assert event["limit"] == 1023
     assert "sliding_window: rows differ by" in event["why"]
-    assert model.engine.reuse is Reuse.SHARED
+    assert model.engine.reuse is ReuseMode.SHARED
     (whole,) = draw(1, 1100)
     for length, computed in ((1000, 1), (1030, 1031)):
         model.check(whole[:length])
@@ -174,7 +174,7 @@ def test_a_way_that_is_wrong_beyond_a_near_threshold_is_not_used(
     monkeypatch.setattr(probe, "WORTH_KEEPING", 2048)
     with capture_logs() as events:
         model = unproven(windowed())
-    assert model.engine.reuse is Reuse.UNIFORM
+    assert model.engine.reuse is ReuseMode.UNIFORM
     (event,) = [event for event in events if event["event"] == "kv.reuse_chosen"]
     assert "beyond 1023 tokens: sliding_window: rows differ" in event["rejected"]["shared"]
     model.check((1, 2, 3), (1, 2, 3, 4))
@@ -190,7 +190,7 @@ def test_a_scaled_copy_that_cannot_be_built_is_said_and_no_error(
     with capture_logs() as events:
         model = unproven(windowed())
     assert "sizes do not fit" in {event.get("why") for event in events}
-    assert model.engine.reuse is Reuse.SHARED
+    assert model.engine.reuse is ReuseMode.SHARED
 
 
 def test_no_scaled_copy_is_built_where_nothing_is_a_threshold(

@@ -10,7 +10,7 @@ import torch
 
 from genlm.core import Adapter, Query
 from genlm.hf.costs import COSTS, Costs
-from genlm.hf.reuse import Reuse
+from genlm.hf.reuse import ReuseMode
 from genlm.hf.runner import Runner
 from tests.engines import add_lora, rows_of
 
@@ -26,7 +26,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 def further(model: Any, rows: int, tokens: int) -> list[int]:
     """The forwards in which so many rows go on by so many tokens: one, or one for each token."""
-    if model.engine.reuse is Reuse.SNAPSHOTS:
+    if model.engine.reuse is ReuseMode.SNAPSHOTS:
         return [rows * tokens]
     return [rows] * tokens
 
@@ -43,7 +43,7 @@ def test_an_extension_costs_its_tokens(model: Any) -> None:
     assert model.forwards[3:] == further(model, 1, 2)
     model.forwards.clear()
     model.check((*prompts[1], *range(20)))
-    assert model.forwards == ([63] if model.engine.reuse is Reuse.STEPWISE else [20])
+    assert model.forwards == ([63] if model.engine.reuse is ReuseMode.STEPWISE else [20])
 
 
 def test_what_several_begin_with_is_computed_once(model: Any) -> None:
@@ -83,7 +83,7 @@ def test_rows_on_the_way_to_another_are_read_there(model: Any) -> None:
 def test_a_long_way_is_not_worth_the_forward_that_it_saves(model: Any) -> None:
     (text,) = draw(1, 80)
     model.check(text, text[:40])
-    if model.engine.reuse is Reuse.STEPWISE:  # it is computed whole in any case
+    if model.engine.reuse is ReuseMode.STEPWISE:  # it is computed whole in any case
         assert model.forwards == [40, 80]
     else:
         assert model.forwards == [40, 40]
@@ -212,7 +212,7 @@ def test_contexts_of_unlike_length_go_on_together(model: Any) -> None:
         assert model.forwards == [len({*some}) + len(forks)]
     model.forwards.clear()
     model.check(*[(*contexts[at], 1, 2) for at in (4, 1, 2)])
-    if model.engine.reuse is Reuse.SNAPSHOTS:
+    if model.engine.reuse is ReuseMode.SNAPSHOTS:
         assert model.forwards == [6]
 
 
@@ -273,7 +273,7 @@ def test_scores_of_continuations(model: Any) -> None:
     model.check_scores(*((context, tail) for tail in ((1, 2), (1, 3), (4,), range(9))))
     at_once = [2, 9]  # one continuation begins with two of the others
     stepwise = [1, 1, 48]  # two tokens one at a time; a whole
-    expected = stepwise if model.engine.reuse is Reuse.STEPWISE else at_once
+    expected = stepwise if model.engine.reuse is ReuseMode.STEPWISE else at_once
     assert sorted(model.forwards) == expected
 
 
@@ -282,7 +282,8 @@ def test_scores_of_candidates_that_begin_alike(model: Any) -> None:
     model.ask(context[:-1])
     model.forwards.clear()
     model.check_scores(*((context, (*common[: 30 - at], at, 7)) for at in range(6)))
-    start = 0 if model.engine.reuse is Reuse.STEPWISE else 39  # from where each would be computed
+    # From where each would be computed
+    start = 0 if model.engine.reuse is ReuseMode.STEPWISE else 39
     assert sum(model.forwards) < 0.6 * sum(71 - at - start for at in range(6))
 
 

@@ -11,7 +11,7 @@ import transformers as configs
 
 from genlm.core import EngineError
 from genlm.hf.engine import HFEngine
-from genlm.hf.reuse import Reuse
+from genlm.hf.reuse import ReuseMode
 
 from .models import Pair, build, draw, unproven
 from .shapes import DEVICE, LFM2, SHAPE, TOKENS
@@ -105,5 +105,5 @@ def test_the_cache_has_the_name_that_the_model_inside_has_for_it() -> None:
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
     lora = peft.LoraConfig(target_modules=["q_proj"])
     engine = HFEngine(peft.get_peft_model(build(configs.LlamaConfig(**SHAPE)), lora), None)
-    assert engine.reuse is Reuse.SHARED
+    assert engine.reuse is ReuseMode.SHARED
     engine.genlm_close()

@@ -24,7 +24,7 @@ from genlm.hf.pool import SlotPool
 from genlm.hf.positions import longest_context
 from genlm.hf.probe import MORE_NOISE, MOST_NOISE, Choice, apart, choose_reuse, noise_of
 from genlm.hf.proof import BaseRow
-from genlm.hf.reuse import Reuse
+from genlm.hf.reuse import ReuseMode
 from genlm.hf.runner import Runner, served_model
 from genlm.hf.schedule import Schedule
 from genlm.hf.scores import Scores, logprobs
@@ -252,7 +252,7 @@ class HFEngine:
     def genlm_cache_prefix(self, query: Query) -> bool:
         """Raises: EngineError: there is no room beside what is pinned."""
         sequence = _sequence(query)
-        if self.reuse is Reuse.NONE or self._evaluator.is_beyond(sequence.length):
+        if self.reuse is ReuseMode.NONE or self._evaluator.is_beyond(sequence.length):
             return True  # nothing can be kept of it
         if self._strategy.pin(sequence):  # its state is there
             return True

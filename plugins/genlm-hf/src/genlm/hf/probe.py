@@ -17,9 +17,9 @@ from genlm.hf.attention import SLOT_ATTENTION, attention_of
 from genlm.hf.patterns import layer_patterns, reuse_limit
 from genlm.hf.pool import SlotPool
 from genlm.hf.positions import rope_scalings
-from genlm.hf.reuse import Reuse
+from genlm.hf.reuse import ReuseMode
 from genlm.hf.runner import Runner
-from genlm.hf.ways import WAYS, ragged
+from genlm.hf.trials import TRIALS, ragged
 from genlm.kit.scaled_copy import TOKENS, Threshold, small_model, thresholds
 
 logger = get_logger()
@@ -53,14 +53,14 @@ BEYOND_NEAR = ((9, 35), (20, 39))
 #: How far two forwards of one context may be apart at most where that is rounding, nats.
 MOST_NOISE = 0.05
 
-#: A way that is wrong beyond a threshold is taken where the threshold is at least so far away.
+#: A mode that is wrong beyond a threshold is taken where the threshold is at least so far away.
 WORTH_KEEPING = 512
 
-#: The ways whose state is in the pool.
-IN_ROWS = (Reuse.SHARED, Reuse.PACKED, Reuse.UNIFORM)
+#: The modes whose state is in the pool.
+IN_SLOTS = (ReuseMode.SHARED, ReuseMode.PACKED, ReuseMode.UNIFORM)
 
 #: Those whose state is in snapshots.
-IN_SNAPSHOTS = (Reuse.SNAPSHOTS, Reuse.STEPWISE)
+IN_SNAPSHOTS = (ReuseMode.SNAPSHOTS, ReuseMode.STEPWISE)
 
 #: Attention implementations that slot attention computes the same as; the last one is that of a
 #: copy of a model that is open.
@@ -72,7 +72,7 @@ class Choice:
     """What the probe found out.
 
     Attributes:
-        reuse: The way.
+        reuse: The mode.
         tolerance: How far its log-probabilities may be from those of cold forwards.
         limit: The longest context whose state may be kept; ``None`` means no limit.
         rows_apart: Whether beyond the limit every row needs a forward of its own: what one forward
@@ -80,7 +80,7 @@ class Choice:
         ragged: Whether snapshots of contexts of unlike length may go on together.
     """
 
-    reuse: Reuse
+    reuse: ReuseMode
     tolerance: float
     limit: int | None
     rows_apart: bool
@@ -90,10 +90,10 @@ class Choice:
 def choose_reuse(
     model: Any, runner: Runner, vocab_size: int, max_context: int | None, window: int | None
 ) -> Choice:
-    """Compute short ragged contexts in every way, from the best on, and take the first that agrees
+    """Compute short ragged contexts in every mode, from the best on, and take the first that agrees
     with plain forwards: on the model, and beyond its thresholds on its scaled copy.
 
-    A way that is wrong beyond a threshold is taken for contexts below it, if that is far away.
+    A mode that is wrong beyond a threshold is taken for contexts below it, if that is far away.
 
     Raises:
         EngineError: not even padded and unpadded plain forwards agree, or they give NaN.
@@ -114,9 +114,9 @@ def choose_reuse(
     limit = reuse_limit(model.config.get_text_config(decoder=True))
     copies = ScaledCopies(model, limit)
     reasons: dict[str, str] = {}
-    for reuse in Reuse:
+    for reuse in ReuseMode:
         try:
-            if reuse in (Reuse.SHARED, Reuse.PACKED):
+            if reuse in (ReuseMode.SHARED, ReuseMode.PACKED):
                 _use_slot_attention(model)
             why = _disagreement(runner, reuse, contexts, expected, tolerance)
         except Exception as error:
@@ -124,7 +124,7 @@ def choose_reuse(
             why = f"{type(error).__name__}: {error}"[:200]
         if why is None:
             reach = copies.reach(reuse)
-            if reach is None or reach >= WORTH_KEEPING or reuse is Reuse.NONE:
+            if reach is None or reach >= WORTH_KEEPING or reuse is ReuseMode.NONE:
                 logger.info("kv.reuse_chosen", reuse=reuse.value, rejected=reasons)
                 if reach is not None:  # longer contexts are computed whole, without padding
                     logger.warning("kv.reuse_limited", limit=reach, why=copies.reasons[reuse])
@@ -146,15 +146,15 @@ def choose_reuse(
 
 def _disagreement(
     runner: Runner,
-    reuse: Reuse,
+    reuse: ReuseMode,
     contexts: Sequence[Sequence[int]],
     expected: torch.Tensor,
     tolerance: float,
 ) -> str | None:
-    """Why a way is wrong; ``None`` where it is right."""
+    """Why a mode is wrong; ``None`` where it is right."""
     try:
-        rows = _logprobs(WAYS[reuse](runner, contexts))
-        if reuse in IN_ROWS and not runner.pool.layers:
+        rows = _logprobs(TRIALS[reuse](runner, contexts))
+        if reuse in IN_SLOTS and not runner.pool.layers:
             raise ValueError("its state is not in the cache's slots")
     finally:
         runner.pool.resize(0, 0)
@@ -197,15 +197,15 @@ class ScaledCopies:
         model: The model.
         limit: The most tokens of a context whose state is kept, also where the scaled copies allow
             more.
-        reasons: What was wrong with a way of reuse, where something was.
+        reasons: What was wrong with a reuse mode, where something was.
     """
 
     model: Any
     limit: int | None
-    reasons: dict[Reuse, str] = field(factory=dict)
+    reasons: dict[ReuseMode, str] = field(factory=dict)
 
-    def reach(self, reuse: Reuse) -> int | None:
-        """The longest context for which a way is right on the scaled copies; ``None`` is any
+    def reach(self, reuse: ReuseMode) -> int | None:
+        """The longest context for which a mode is right on the scaled copies; ``None`` is any
         length."""
         # Those that contexts whose state is kept may cross.
         found = [one for one in self._thresholds if self.limit is None or one.value < self.limit]
@@ -225,7 +225,7 @@ class ScaledCopies:
         if rope_scalings(self.model.config.get_text_config(decoder=True), "dynamic"):
             return True  # each length has frequencies of its own
         try:
-            return self._disagreement(Reuse.NONE, self._thresholds, BEYOND_NEAR) is not None
+            return self._disagreement(ReuseMode.NONE, self._thresholds, BEYOND_NEAR) is not None
         except (EngineError, ValueError):
             return True
 
@@ -233,8 +233,8 @@ class ScaledCopies:
     def _thresholds(self) -> list[Threshold]:
         return thresholds(self.model.config.to_dict())
 
-    def _why_wrong(self, reuse: Reuse, near: Sequence[Threshold]) -> str | None:
-        """Why a way is wrong on the scaled copy with some thresholds near; ``None`` where it is
+    def _why_wrong(self, reuse: ReuseMode, near: Sequence[Threshold]) -> str | None:
+        """Why a mode is wrong on the scaled copy with some thresholds near; ``None`` where it is
         right."""
         try:
             return self._disagreement(reuse, near, AROUND_NEAR)
@@ -243,7 +243,7 @@ class ScaledCopies:
             return None
 
     def _disagreement(
-        self, reuse: Reuse, near: Sequence[Threshold], around: Sequence[Sequence[int]]
+        self, reuse: ReuseMode, near: Sequence[Threshold], around: Sequence[Sequence[int]]
     ) -> str | None:
         """The same, with contexts of these lengths.
 
@@ -255,7 +255,7 @@ class ScaledCopies:
         scaled = small_model(type(model), model.config, model.device, changed)
         runner = Runner(scaled, AdapterSet(scaled), SlotPool(), layer_patterns(scaled))
         try:
-            if reuse in (Reuse.SHARED, Reuse.PACKED):
+            if reuse in (ReuseMode.SHARED, ReuseMode.PACKED):
                 _use_slot_attention(scaled)
             for lengths in around:
                 contexts = _random_contexts(TOKENS - 4, lengths)

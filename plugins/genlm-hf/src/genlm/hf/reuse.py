@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Reuse(Enum):
-    """The ways, best first."""
+class ReuseMode(Enum):
+    """The reuse modes, best first."""
 
     SHARED = "shared"
     """Any mixture of contexts in one forward, nothing padded; a prefix that several contexts share

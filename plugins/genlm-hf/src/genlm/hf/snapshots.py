@@ -153,7 +153,7 @@ class Snapshots:
         placed = [Placement(at, sequences[at], None, self._start(sequences[at])) for at in indices]
         if all(one.sequence.length == one.start + 1 for one in placed):
             return {one.index: Run(one.sequence, one.rows()) for one in placed}
-        return {way[-1].index: _run(way) for way in _ways(placed, self.forward)}
+        return {route[-1].index: _run(route) for route in _routes(placed, self.forward)}
 
     def beginnings(self, sequences: Mapping[int, TokenSequence]) -> list[Beginning]:
         """What some of the sequences begin with and is cheaper to compute first, the best first."""
@@ -322,11 +322,11 @@ def _common_start(one: TokenSequence, other: TokenSequence) -> int:
     return min(shared, latest, other.latest_start)
 
 
-def _ways(batch: Sequence[Placed], forward: float) -> list[list[Placed]]:
+def _routes(batch: Sequence[Placed], forward: float) -> list[list[Placed]]:
     """Placements, each behind those whose rows are read on the way to it, the shortest first.
 
-    No state is kept of those, and what goes on from one of them computes half of the way again, on
-    average. So a way has no more tokens than the forwards are worth that it saves.
+    No state is kept of those, and what goes on from one of them computes half of the route again,
+    on average. So a route has no more tokens than the forwards are worth that it saves.
 
     Args:
         batch: What is to be computed.
@@ -335,14 +335,14 @@ def _ways(batch: Sequence[Placed], forward: float) -> list[list[Placed]]:
     wholes, found = nested(batch), list[list[Placed]]()
     together = sum(bool(whole.inside) for whole in wholes)  # which share each forward
     for whole in wholes:
-        start, way = whole.start, list[Placed]()
+        start, route = whole.start, list[Placed]()
         for part in (*reversed(whole.inside), whole):
             again = together * (part.sequence.length - start) / 2
-            if way and again > forward * len(way):
-                found.append(way)
-                start, way = way[-1].sequence.length, []
-            way.append(part)
-        found.append(way)
+            if route and again > forward * len(route):
+                found.append(route)
+                start, route = route[-1].sequence.length, []
+            route.append(part)
+        found.append(route)
     return found
 
 

@@ -1,5 +1,4 @@
-"""The ways to compute sequences: with key/value state in slots and trunks, or in snapshots, or
-without any."""
+"""Strategies: key/value state in slots and trunks, or in snapshots, or none."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from attrs import define, evolve, field, frozen
 from genlm.core.types import Adapter
 from genlm.hf.costs import costs_of
 from genlm.hf.layout import Chunks, ranges
-from genlm.hf.reuse import Reuse
+from genlm.hf.reuse import ReuseMode
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Run, Snapshots, steps
 from genlm.hf.table import PoolTable
@@ -392,25 +391,25 @@ class InSnapshots(Strategy):
 
 
 def strategy_for(
-    reuse: Reuse, runner: Runner, max_tokens: int, budget: int, ragged: bool = False
+    reuse: ReuseMode, runner: Runner, max_tokens: int, budget: int, ragged: bool = False
 ) -> Strategy:
-    """The strategy for a way of reuse.
+    """The strategy for a reuse mode.
 
     Args:
-        reuse: The way.
+        reuse: The mode.
         runner: Runs forwards.
         max_tokens: The most new tokens in one forward.
         budget: The most bytes of state to keep.
         ragged: Whether snapshots of contexts of unlike length may go on together.
     """
     costs = costs_of(runner.device)
-    if reuse is Reuse.NONE:
+    if reuse is ReuseMode.NONE:
         return Strategy(runner, max_tokens)
-    if reuse in (Reuse.SNAPSHOTS, Reuse.STEPWISE):
-        at_once = reuse is Reuse.SNAPSHOTS
+    if reuse in (ReuseMode.SNAPSHOTS, ReuseMode.STEPWISE):
+        at_once = reuse is ReuseMode.SNAPSHOTS
         return InSnapshots(runner, max_tokens, Snapshots(budget, costs.forward, at_once, ragged))
-    shares = reuse is Reuse.SHARED
+    shares = reuse is ReuseMode.SHARED
     waiting = max(SHARING_COSTS.waiting, costs.forward)
     sharing = evolve(SHARING_COSTS, waiting=waiting, plenty=costs.plenty)
     planner: Planner[TokenSequence] = Planner(PoolTable(runner.pool, budget), sharing, shares)
-    return (Uniform if reuse is Reuse.UNIFORM else Packed)(runner, max_tokens, planner)
+    return (Uniform if reuse is ReuseMode.UNIFORM else Packed)(runner, max_tokens, planner)

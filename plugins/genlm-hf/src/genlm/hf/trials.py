@@ -1,4 +1,4 @@
-"""The ways of reuse as the probe runs them: the rows of a short context and of a long one, computed
+"""The reuse modes as the probe runs them: the rows of a short context and of a long one, computed
 in several forwards."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from genlm.core.context import Context, as_context
 from genlm.core.types import Adapter
 from genlm.hf.layout import Chunks
-from genlm.hf.reuse import Reuse
+from genlm.hf.reuse import ReuseMode
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Snapshot, joined
 from genlm.kit.prefixes import key_of
@@ -155,11 +155,11 @@ def _plain(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tens
     return [runner.plain(contexts, [None] * len(contexts))]
 
 
-WAYS = {
-    Reuse.SHARED: _shared,
-    Reuse.PACKED: _packed,
-    Reuse.UNIFORM: _uniform,
-    Reuse.SNAPSHOTS: _snapshots,
-    Reuse.STEPWISE: _stepwise,
-    Reuse.NONE: _plain,
+TRIALS = {
+    ReuseMode.SHARED: _shared,
+    ReuseMode.PACKED: _packed,
+    ReuseMode.UNIFORM: _uniform,
+    ReuseMode.SNAPSHOTS: _snapshots,
+    ReuseMode.STEPWISE: _stepwise,
+    ReuseMode.NONE: _plain,
 }
