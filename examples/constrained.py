@@ -33,6 +33,7 @@ from smc import (  # type: ignore[import-not-found]  # beside it
 )
 
 from genlm.core import AsyncLM, load_model_by_name
+from genlm.core.reductions import draw
 
 
 class Tokens:
@@ -109,17 +110,13 @@ async def extend(
     particle: Particle, lm: AsyncLM, prompt: list[int], language: Language, uniform: float
 ) -> None:
     """Draw the next token from the allowed ones, and multiply the weight by their mass."""
-    row = await lm.next_token_logprobs([*prompt, *particle.token_ids])
-    allowed = language.allowed(particle.token_ids)
-    logprobs = row.cpu().double()[allowed]
-    particle.log_weight += logprobs.logsumexp(0).item()
-    if particle.log_weight == -math.inf:
-        particle.finished = True
+    context, allowed = [*prompt, *particle.token_ids], language.allowed(particle.token_ids)
+    if not len(allowed):  # the text has come to a dead end
+        particle.log_weight, particle.finished = -math.inf, True
         return
-    cumulative = logprobs.softmax(0).cumsum(0)
-    place = torch.searchsorted(cumulative, uniform * cumulative[-1].item(), right=True)
-    token_id = int(allowed[place])
-    particle.finished = token_id in lm.eos_token_ids
+    token_id, log_mass = await lm.next_token_logprobs(context, then=draw(uniform, allowed))
+    particle.log_weight += log_mass
+    particle.finished = token_id in lm.eos_token_ids or log_mass == -math.inf
     if not particle.finished:
         particle.token_ids += (token_id,)
 

@@ -32,6 +32,7 @@ from smc import (  # type: ignore[import-not-found]  # beside it
 )
 
 from genlm.core import Token, load_model_by_name
+from genlm.core.reductions import draw_among
 
 
 class Island:
@@ -42,7 +43,7 @@ class Island:
     ) -> None:
         self.lm = load_model_by_name(model, backend, options)
         self.prompt = self.lm.encode(prompt)
-        self.allowed = allowed_tokens(self.lm, avoid)
+        self.draw = draw_among(allowed_tokens(self.lm, avoid))
 
     async def advance(
         self, particles: list[Particle], uniforms: list[list[float]]
@@ -54,7 +55,7 @@ class Island:
     async def walk(self, particle: Particle, uniforms: list[float]) -> None:
         for uniform in uniforms:
             if not particle.finished:
-                await extend(particle, self.lm, self.prompt, self.allowed, uniform)
+                await extend(particle, self.lm, self.prompt, self.draw(uniform))
 
     def byte_vocab(self) -> list[Token]:
         return self.lm.byte_vocab

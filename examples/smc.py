@@ -1,8 +1,9 @@
 """Sequential Monte Carlo over a language model: continue a prompt without ever writing some
 letters.
 
-Every particle is a coroutine that asks for one row of log-probabilities at a time. The library
-turns their requests into batches. The target is the model's distribution over continuations,
+Every particle is a coroutine that asks for one token at a time. The library turns their requests
+into batches, and draws the tokens of a batch together, where the rows of log-probabilities are. The
+target is the model's distribution over continuations,
 restricted to plain text without those letters. Its normalising constant is the probability that a
 continuation drawn from the model is such text.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import random
 import string
 import time
@@ -21,7 +21,9 @@ from collections.abc import Sequence
 import torch
 from attrs import define, evolve
 
-from genlm.core import AsyncLM, Token, load_model_by_name
+from genlm.core import AsyncLM, Token, load_model_by_name, resampling
+from genlm.core.reductions import draw_among
+from genlm.core.together import Then
 
 MODELS = {"hf": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
@@ -46,12 +48,12 @@ async def smc(
     """Run ``n`` particles; return them and the estimate of the log normalising constant."""
     particles = [Particle() for _ in range(n)]
     log_constant = 0.0
-    allowed = allowed.to((await lm.next_token_logprobs(prompt)).device)  # once, not for each row
+    draw = draw_among(allowed)
     for _ in range(max_tokens):
         # Random numbers are drawn before waiting: the result does not depend on the order of the
         # answers.
         await asyncio.gather(
-            *(extend(p, lm, prompt, allowed, rng.random()) for p in particles if not p.finished)
+            *(extend(p, lm, prompt, draw(rng.random())) for p in particles if not p.finished)
         )
         if effective_size(particles) < n / 2:
             log_constant += log_mean_weight(particles)
@@ -60,14 +62,12 @@ async def smc(
 
 
 async def extend(
-    particle: Particle, lm: AsyncLM, prompt: list[int], allowed: torch.Tensor, uniform: float
+    particle: Particle, lm: AsyncLM, prompt: list[int], draw: Then[tuple[int, float]]
 ) -> None:
     """Draw the next token from the allowed ones, and multiply the weight by their mass."""
-    row = await lm.next_token_logprobs([*prompt, *particle.token_ids])
-    allowed = allowed.to(row.device)
-    mass = row[allowed].double().exp().cumsum(0)
-    token_id = int(allowed[torch.searchsorted(mass, uniform * mass[-1], right=True)])
-    particle.log_weight += mass[-1].log().item()
+    context = [*prompt, *particle.token_ids]
+    token_id, log_mass = await lm.next_token_logprobs(context, then=draw)
+    particle.log_weight += log_mass
     particle.finished = token_id == lm.tokenizer.eos_token_id
     if not particle.finished:
         particle.token_ids += (token_id,)
@@ -76,26 +76,24 @@ async def extend(
 def resample(particles: list[Particle], uniform: float) -> list[Particle]:
     """Systematic resampling: a particle of normalised weight ``w`` is copied ``n * w`` times,
     rounded up or down."""
-    n = len(particles)
-    points = (torch.arange(n, dtype=torch.float64) + uniform) / n
-    chosen = torch.searchsorted(weights(particles).cumsum(0), points, right=True).clamp(max=n - 1)
-    return [evolve(particles[i], log_weight=0.0) for i in chosen.tolist()]
+    chosen = resampling.systematic(log_weights(particles), uniform)
+    return [evolve(particles[i], log_weight=0.0) for i in chosen]
 
 
-def log_weights(particles: list[Particle]) -> torch.Tensor:
-    return torch.tensor([particle.log_weight for particle in particles], dtype=torch.float64)
+def log_weights(particles: list[Particle]) -> list[float]:
+    return [particle.log_weight for particle in particles]
 
 
 def weights(particles: list[Particle]) -> torch.Tensor:
-    return log_weights(particles).softmax(0)
+    return torch.tensor(log_weights(particles), dtype=torch.float64).softmax(0)
 
 
 def log_mean_weight(particles: list[Particle]) -> float:
-    return log_weights(particles).logsumexp(0).item() - math.log(len(particles))
+    return resampling.log_mean_weight(log_weights(particles))
 
 
 def effective_size(particles: list[Particle]) -> float:
-    return 1 / weights(particles).square().sum().item()
+    return resampling.effective_sample_size(log_weights(particles))
 
 
 def allowed_tokens(lm: AsyncLM, avoid: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from examples.smc import allowed_tokens, smc
 from genlm.core import load_model_by_name
+from genlm.core.together import Then
 from tools.gpu import peer
 from tools.gpu.timing import seconds
 from tools.smollm2 import default_folder
@@ -36,10 +37,23 @@ def program_figures(device: str, dtype: str, particles: int) -> dict[str, Any]:
 
         figures = _measured("ours", lm, allowed, particles, device, forget)
         if peer.is_here():
-            theirs = peer.over(_loaded(device, dtype))
+            theirs = WithThen(peer.over(_loaded(device, dtype)))
             figures |= _measured("theirs", theirs, allowed, particles, device, theirs.clear_cache)
             figures["times_faster"] = figures["theirs_s"] / figures["ours_s"]
     return figures
+
+
+class WithThen:
+    """A model without ``then``: each caller computes alone what it wants of its row."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    async def next_token_logprobs(self, token_ids: list[int], then: Then[Any]) -> Any:
+        return then([await self._model.next_token_logprobs(token_ids)])
 
 
 def _measured(

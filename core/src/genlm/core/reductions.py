@@ -1,8 +1,21 @@
 """Ready-made functions for ``then``: the few numbers that programs most often want of a row.
 
-They run once for all callers of a step, on the device where the rows are, and wait for it once::
+They run once for all callers of a step, on the device where the rows are, and wait for it once.
 
-    token_id, log_mass = await lm.next_token_logprobs(ids, then=draw(rng.random(), allowed))
+Examples:
+    Two callers with a mask each, and two that share one:
+
+    >>> import asyncio
+    >>> from genlm.core import load_model_by_name
+    >>> from genlm.core.reductions import draw, draw_among
+    >>> async def draws(lm, *thens):
+    ...     return await asyncio.gather(*(lm.next_token_logprobs([72], then=t) for t in thens))
+    >>> among = draw_among([97, 98])
+    >>> with load_model_by_name("mock", backend="mock") as lm:
+    ...     first, second = asyncio.run(draws(lm, draw(0.0, [97, 98]), draw(0.0, [98])))
+    ...     same, last = asyncio.run(draws(lm, among(0.0), among(0.999999)))
+    >>> first[0], second[0], same == first, last[0]
+    (97, 98, True, 98)
 """
 
 from __future__ import annotations
@@ -56,6 +69,24 @@ def draw(rows: torch.Tensor, uniforms: list[float], allowed: list[Any]) -> list[
     token_ids = drawn if ids is None else ids[drawn]
     found, logs = torch.cat([token_ids.double(), whole.log()], -1).T.tolist()  # the one wait
     return [*zip(map(int, found), logs, strict=True)]
+
+
+def draw_among(allowed: Any) -> together[tuple[int, float]]:
+    """Makes :data:`draw` for tokens that are the same for all callers: ``draw =
+    draw_among(allowed)``, then ``then=draw(uniform)``.
+
+    Args:
+        allowed: As for :data:`draw`. It is fastest on the model's device.
+    """
+    import torch
+
+    same = None if allowed is None else torch.as_tensor(allowed)
+
+    @together
+    def draw_allowed(rows: torch.Tensor, uniforms: list[float]) -> list[tuple[int, float]]:
+        return [*draw.function(rows, uniforms, [same] * len(rows))]
+
+    return draw_allowed
 
 
 @together
