@@ -17,10 +17,16 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from genlm.conformance import ConformanceSuite
 
 from .driven import random_program
+from .test_running import (  # noqa: F401
+    test_a_session_that_vllm_is_computing_again_takes_a_token,
+    test_an_extended_session_stays_in_the_batch,
+    test_idle_sessions_that_vllm_preempts_are_right_when_they_are_extended,
+)
 
 
 # Of the session, or fixtures of the session that import transformers, and with it Triton, would
@@ -52,6 +58,44 @@ def test_it_is_the_v2_runner(engine):
 def test_a_random_program(engine):
     """Contexts longer than a step's 64 tokens, extended by one token and by several, and forked."""
     random_program(engine, random.Random(3)).run(5)
+
+
+def test_a_random_program_with_adapters(lora_engine, write_adapter):
+    folders = {name: write_adapter(name, seed=ord(name)) for name in "ab"}
+    program = random_program(lora_engine, random.Random(9), adapters=folders)
+    program.adapt()
+    program.run(5)
+    program.leave()
+
+
+def test_positions_on_several_axes_go_on_after_an_extension(engine):
+    """As models have them that also see: after a picture, positions are behind the tokens. The
+    runner's own kernel reads them."""
+    from vllm.v1.worker.gpu.mm.rope import RopeState
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from genlm.vllm.runner_tokens import V2Tokens
+
+    device, axes = torch.device("cpu"), [[0, 1, 1, 1, 2], [0, 1, 1, 2, 3], [0, 1, 2, 1, 3]]
+    states = RequestState(2, 32, 16, 0, 64, device)
+    rope = RopeState(len(axes), 2, 16, 32, device)
+    states.add_request("other", 1, [1], 0, 1)
+    states.add_request("seen", 5, [1, 2, 3, 4, 5], 0, 1)
+    slot = states.req_id_to_index["seen"]
+    for axis, positions in enumerate(axes):
+        rope.prefill_positions.stage_write(slot * len(axes) + axis, 0, positions)
+    rope.prefill_delta.np[slot] = -1
+    states.apply_staged_writes()
+    model = SimpleNamespace(rope_state=rope, apply_staged_writes=rope.apply_staged_writes)
+    runner = SimpleNamespace(device=device, req_states=states, model_state=model)
+    tokens = V2Tokens(runner)
+    tokens.append(SimpleNamespace(request_id="seen", num_computed_tokens=5), 5, [7, 8, 9])
+    tokens.write()
+    computed = torch.tensor([5, 5], dtype=torch.int32)
+    begins = torch.tensor([0, 3], dtype=torch.int32)
+    rope.prepare_positions(torch.tensor([slot]), begins, states.prefill_len.gpu, computed)
+    assert rope.get_positions(3).tolist() == [[4, 5, 6]] * len(axes)
+    assert states.all_token_ids.gpu[slot, :8].tolist() == [1, 2, 3, 4, 5, 7, 8, 9]
 
 
 class TestVllmV2(ConformanceSuite):

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from genlm.core.types import Query, SampleRequest, SamplingParams
-from genlm.vllm import running
+from genlm.vllm import runner_tokens, running
 from genlm.vllm.running import RunningSessions
 from genlm.vllm.sessions import Sessions
 
@@ -18,18 +18,23 @@ from .driven import random_program, text
 
 def joined(engine, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many requests enter vLLM's batch where four contexts are extended."""
+    from vllm.v1.worker.gpu.states import RequestState
     from vllm.v1.worker.gpu_input_batch import InputBatch
 
-    usual, entered = InputBatch.add_request, []
+    entered = []
 
-    def add_request(self, request):
-        entered.append(request)
-        return usual(self, request)
+    def counted(usual):
+        def add_request(self, *given, **named):
+            entered.append(self)
+            return usual(self, *given, **named)
+
+        return add_request
 
     contexts = [text(seed, 12) for seed in range(4)]  # computed in one step
     engine.ask(*map(Query, contexts))
     with monkeypatch.context() as patch:
-        patch.setattr(InputBatch, "add_request", add_request)
+        for batch in (InputBatch, RequestState):  # of the model runners V1 and V2
+            patch.setattr(batch, "add_request", counted(batch.add_request))
         engine.ask(*(Query((*ids, 7)) for ids in contexts))
     return len(entered)
 
@@ -88,6 +93,47 @@ def test_idle_sessions_that_vllm_preempts_are_right_when_they_are_extended(engin
     assert [drawn[draw] for draw in draws] == engine.ask(*draws), "these fit in the cache"
 
 
+def test_a_session_that_vllm_is_computing_again_takes_a_token(load_briefly, monkeypatch):
+    """A preempted session comes back in chunks. It is extended when a part of it is computed, and a
+    chunk ends where it ended before: there vLLM draws a token after it, in place of the known
+    one."""
+    from vllm.v1.request import Request
+
+    usual, extended = Request.append_output_token_ids, []
+
+    def append(self, token_ids):
+        extended.append((self.num_computed_tokens, self.num_tokens))
+        return usual(self, token_ids)
+
+    engine = load_briefly(
+        max_model_len=128,
+        max_num_batched_tokens=48,
+        num_gpu_blocks_override=12,
+        enable_prefix_caching=False,
+    )
+    monkeypatch.setattr(Sessions, "trim", lambda self, in_flight: [])
+    draw = SampleRequest(Query(text(50, 44)), SamplingParams(max_tokens=24, temperature=0.0))
+    known = [text(n, 95) for n in range(3)]
+    rows = engine.step(draw)
+    waits = {draw, *map(Query, known)}
+    rows |= engine.step(*map(Query, known))
+    while not rows.keys() >= waits:  # the draw takes room from the last session
+        rows |= engine.step()
+    monkeypatch.setattr(Request, "append_output_token_ids", append)
+    longer = [Query((*ids, 5)) for ids in known]
+    for query in (longer[0], longer[2], longer[1]):
+        rows |= engine.step(query)
+        while query not in rows:
+            rows |= engine.step()
+    assert (47, 95) in extended, "beside the first, a step computes 47 tokens of the last"
+    longest = [Query((*ids, 5, 7, 8)) for ids in known]
+    rows |= dict(zip(longest, engine.ask(*longest), strict=True))
+    del rows[draw]
+    monkeypatch.undo()
+    engine.genlm_clear_kv_cache()
+    engine.assert_cold_rows(rows)
+
+
 def test_they_pause_where_vllm_lacks_what_they_need_or_rows_differ(load_briefly, monkeypatch):
     """With what they need, a row of an extended one is compared with the cold one."""
 
@@ -97,7 +143,7 @@ def test_they_pause_where_vllm_lacks_what_they_need_or_rows_differ(load_briefly,
     usual = RunningSessions.extend
     with capture_logs() as logs:
         with monkeypatch.context() as patch:
-            patch.setattr(running, "RUNNER_NAMES", ("requests", "input_batch.unheard_of"))
+            patch.setattr(runner_tokens, "V1_NAMES", ("requests", "input_batch.unheard_of"))
             engine = load_briefly()
         monkeypatch.setattr(RunningSessions, "extend", extend)
         engine.prove()

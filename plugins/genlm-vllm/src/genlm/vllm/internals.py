@@ -15,7 +15,8 @@ import gc
 import os
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -43,6 +44,8 @@ REQUEST_FIELDS = (
     "cache_salt", "data_parallel_rank", "resumable",
 )  # fmt: skip
 OUTPUT_FIELDS = ("request_id", "new_token_ids", "finish_reason", "new_prompt_logprobs_tensors")
+#: What vLLM gives for chosen tokens of a prompt, where it can.
+SCORES_BY_ID = "prompt_token_id_logprobs"
 
 LIVENESS = 1.0  # seconds between checks whether a silent engine process is alive
 
@@ -102,6 +105,13 @@ class EngineCore:
         text = _require(config, "model_config.hf_text_config")
         self.max_positions = rope_limits(text).get("dynamic")
         self.logprobs_mode: str = _require(config, "model_config.logprobs_mode")
+        #: Whether the log-probabilities of chosen tokens of a prompt can be asked for: of the model
+        #: runner V2, from vLLM 0.32 on.
+        self.scores_by_id: bool = (
+            bool(getattr(config, "use_v2_model_runner", False))
+            and not getattr(config.cache_config, "kv_sharing_fast_prefill", False)
+            and SCORES_BY_ID in EngineCoreOutput.__struct_fields__
+        )
         self.vocab_size: int = _require(config, "model_config.get_vocab_size")()
         self.max_num_seqs: int = _require(config, "scheduler_config.max_num_seqs")
         limits = _require(config, "scheduler_config")
@@ -142,11 +152,8 @@ class EngineCore:
         #: Tokens that the key/value cache holds.
         self.kv_capacity = blocks * self.block_size if blocks > 0 else 1 << 62
 
-    def footprint(self, length: int) -> int:
-        """What a context takes in the key/value cache, in tokens: whole blocks of each group of
-        layers, with room for the token drawn."""
-        blocks = (min(length // size + 1, most) if size else most for size, most, _ in self._groups)
-        return sum(blocks) * self.block_size
+        #: What a context of a length takes in the key/value cache, in tokens.
+        self.footprint = _footprint(self._groups, self.block_size)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -213,6 +220,8 @@ class EngineCore:
         but no longer than ``LIVENESS``."""
         if self._in_process:
             with self._stream.entered():
+                if self._running is not None:
+                    self._running.write()
                 return [_output(raw) for raw in self._client.get_output().outputs]
         # Not get_output, which waits for ever if the engine's process is killed meanwhile.
         try:
@@ -315,14 +324,28 @@ def groups_of_layers(cache: Any, config: Any) -> list[tuple[int, int, bool]]:
     ]
 
 
+def _footprint(groups: Sequence[tuple[int, int, bool]], block_size: int) -> Callable[[int], int]:
+    """Of a length, the tokens in whole blocks of each group of layers, with room for the token
+    drawn; computed once for each length, since every request asks."""
+
+    @lru_cache(maxsize=1 << 16)
+    def footprint(length: int) -> int:
+        blocks = (min(length // size + 1, most) if size else most for size, most, _ in groups)
+        return sum(blocks) * block_size
+
+    return footprint
+
+
 def _output(raw: Any) -> Output:
-    finished, scores = raw.finish_reason, raw.new_prompt_logprobs_tensors
+    finished, scores = raw.finish_reason, getattr(raw, SCORES_BY_ID, None)
+    if scores is None and raw.new_prompt_logprobs_tensors is not None:
+        # Other columns are those of likelier tokens.
+        scores = raw.new_prompt_logprobs_tensors.logprobs
     return Output(
         raw.request_id,
         raw.new_token_ids,
         None if finished is None else str(finished),
-        # Other columns are those of likelier tokens.
-        None if scores is None else scores.logprobs[:, 0],
+        None if scores is None else scores[:, 0],
     )
 
 

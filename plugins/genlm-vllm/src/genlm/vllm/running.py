@@ -17,6 +17,7 @@ from typing import Any
 
 from genlm.core.logs import get_logger
 from genlm.vllm.forks import absent_names
+from genlm.vllm.runner_tokens import RunnerTokens, runner_tokens
 
 log = get_logger()
 
@@ -24,11 +25,9 @@ SCHEDULER_NAMES = (
     "requests", "running", "connector", "_update_request_with_output",
     "kv_cache_config.kv_cache_groups",
 )  # fmt: skip
-RUNNER_NAMES = (
-    "requests", "input_batch.req_id_to_index", "input_batch.token_ids_cpu",
-    "input_batch.is_token_ids", "input_batch.num_tokens_no_spec",
+REQUEST_NAMES = (
+    "num_tokens", "num_computed_tokens", "num_output_tokens", "append_output_token_ids",
 )  # fmt: skip
-REQUEST_NAMES = ("num_tokens", "num_output_tokens", "append_output_token_ids")
 
 
 class RunningSessions:
@@ -36,11 +35,11 @@ class RunningSessions:
 
     Args:
         scheduler: vLLM's.
-        runner: Its model runner, V1.
+        tokens: Where its model runner keeps tokens.
     """
 
-    def __init__(self, scheduler: Any, runner: Any) -> None:
-        self._scheduler, self._runner = scheduler, runner
+    def __init__(self, scheduler: Any, tokens: RunnerTokens) -> None:
+        self._scheduler, self._tokens = scheduler, tokens
         self._ids: set[str] = set()
         self._append = scheduler._update_request_with_output
         scheduler._update_request_with_output = self._report
@@ -53,21 +52,15 @@ class RunningSessions:
         self._ids.difference_update(request_ids)
 
     def extend(self, request_id: str, token_ids: list[int]) -> None:
-        """Append tokens to an idle session, in place of what vLLM has drawn after it.
-
-        The runner's arrays have only the requests of its last step. It adds another one again with
-        the tokens in its list, also one that it preempted.
-        """
+        """Append tokens to an idle session, in place of what vLLM has drawn after it."""
         request = self._scheduler.requests[request_id]
-        start, drawn = request.num_tokens, request.num_output_tokens
+        start = request.num_tokens
         request.append_output_token_ids(token_ids)
-        self._runner.requests[request_id].output_token_ids[drawn:] = token_ids
-        batch, end = self._runner.input_batch, start + len(token_ids)
-        slot = batch.req_id_to_index.get(request_id)
-        if slot is not None:
-            batch.token_ids_cpu[slot, start:end] = token_ids
-            batch.is_token_ids[slot, start:end] = True
-            batch.num_tokens_no_spec[slot] = end
+        self._tokens.append(request, start, token_ids)
+
+    def write(self) -> None:
+        """Let the model runner have what was appended; called before each step, on its stream."""
+        self._tokens.write()
 
     def stop(self) -> None:
         """Leave the scheduler as it was; no session may be held."""
@@ -89,16 +82,17 @@ def running_sessions(engine_core: Any, adapters: int) -> RunningSessions | None:
         engine_core: vLLM's; ``None`` if it is in another process.
         adapters: The most adapters that requests may have.
     """
-    worker = getattr(getattr(engine_core, "model_executor", None), "driver_worker", None)
-    runner = getattr(getattr(worker, "worker", None), "model_runner", None)
-    reason = _unsuited(engine_core, runner, adapters)
-    if reason:
-        log.info("vllm.sessions_pause", reason=reason)
-        return None
-    return RunningSessions(engine_core.scheduler, runner)
+    if (reason := _unsuited(engine_core, adapters)) is None:
+        worker = getattr(engine_core.model_executor, "driver_worker", None)
+        tokens = runner_tokens(getattr(getattr(worker, "worker", None), "model_runner", None))
+        if not isinstance(tokens, str):
+            return RunningSessions(engine_core.scheduler, tokens)
+        reason = tokens
+    log.info("vllm.sessions_pause", reason=reason)
+    return None
 
 
-def _unsuited(engine_core: Any, runner: Any, adapters: int) -> str | None:
+def _unsuited(engine_core: Any, adapters: int) -> str | None:
     """Why sessions must pause; ``None`` if they may run on."""
     from vllm import SamplingParams
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
@@ -109,13 +103,11 @@ def _unsuited(engine_core: Any, runner: Any, adapters: int) -> str | None:
     scheduler, config = engine_core.scheduler, engine_core.vllm_config
     if config.parallel_config.world_size > 1:
         return "the model is in several processes"
-    if missing := absent_names(runner, *RUNNER_NAMES):
-        return f"this model runner has no {', '.join(missing)}"
     missing = absent_names(Request("", [0], SamplingParams(max_tokens=1), None), *REQUEST_NAMES)
     if missing := missing + absent_names(scheduler, *SCHEDULER_NAMES):
         return f"this vLLM has no {', '.join(missing)}"
     if config.scheduler_config.async_scheduling:
-        return "asynchronous scheduling takes the next token from the sampler"
+        return "asynchronous scheduling begins a step before the last one has ended"
     if scheduler.connector is not None:
         return "a KV connector looks at requests too"
     if adapters > (scheduler.lora_config.max_loras if scheduler.lora_config else 0):

@@ -1,0 +1,134 @@
+"""Where vLLM's model runners keep the tokens of their requests, and how known tokens get there.
+
+A session is extended by tokens that the caller knows, where vLLM expects tokens that it has drawn
+itself. The scheduler is told elsewhere; here the model runner is. The runner V1 keeps tokens in
+arrays of this process, the runner V2 on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from genlm.vllm.forks import absent_names
+
+V1_NAMES = (
+    "requests", "input_batch.req_id_to_index", "input_batch.token_ids_cpu",
+    "input_batch.is_token_ids", "input_batch.num_tokens_no_spec",
+)  # fmt: skip
+V2_NAMES = (
+    "device", "model_state.apply_staged_writes", "req_states.req_id_to_index",
+    "req_states.all_token_ids.stage_write", "req_states.total_len.stage_write_elem",
+    "req_states.prefill_len.np", "req_states.last_sampled_tokens",
+    "req_states.apply_staged_writes",
+)  # fmt: skip
+#: What the runner V2 has besides where positions have several axes (M-RoPE).
+ROPE_NAMES = ("num_dims", "prefill_positions.stage_write", "prefill_delta.np")
+
+
+class RunnerTokens(Protocol):
+    """The tokens of requests, as one model runner keeps them."""
+
+    def append(self, request: Any, start: int, token_ids: list[int]) -> None:
+        """Let ``token_ids`` be the tokens of ``request`` (the scheduler's object, which has them
+        already) from position ``start`` on. The runner may have none of them before
+        :meth:`write`."""
+
+    def write(self) -> None:
+        """Let all appended tokens reach the runner; called before each step, on its stream."""
+
+
+class V1Tokens:
+    """The arrays of the model runner V1.
+
+    It has only the requests of its last step in its arrays. It adds another one again with the
+    tokens in its list, also one that it preempted.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def append(self, request: Any, start: int, token_ids: list[int]) -> None:
+        request_id, drawn = request.request_id, request.num_output_tokens - len(token_ids)
+        self._runner.requests[request_id].output_token_ids[drawn:] = token_ids
+        batch, end = self._runner.input_batch, start + len(token_ids)
+        slot = batch.req_id_to_index.get(request_id)
+        if slot is not None:
+            batch.token_ids_cpu[slot, start:end] = token_ids
+            batch.is_token_ids[slot, start:end] = True
+            batch.num_tokens_no_spec[slot] = end
+
+    def write(self) -> None:
+        """The arrays have them."""
+
+
+class V2Tokens:
+    """The buffers of the model runner V2, by a request's slot.
+
+    A request has a slot from its first step until it ends or is preempted; vLLM adds a preempted
+    one again with all tokens of the scheduler's object. The next decoding step takes its input from
+    the tokens that the last step drew, and a known token takes that place. (In the list of all
+    tokens the drawn one stays: what has been computed is not read there again.) Several known
+    tokens are a prompt of which the beginning is computed.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        from vllm.utils.torch_utils import async_tensor_h2d
+
+        self._states, self._model, self._device = (
+            runner.req_states,
+            runner.model_state,
+            runner.device,
+        )
+        self._copied_to_device = async_tensor_h2d
+        self._rope = getattr(runner.model_state, "rope_state", None)
+        self._next: dict[int, int] = {}  # the input of the next decoding step, by slot
+        self._prompts = False  # whether a prompt has grown
+
+    def append(self, request: Any, start: int, token_ids: list[int]) -> None:
+        slot = self._states.req_id_to_index.get(request.request_id)
+        if slot is None:
+            return
+        # Only a slot whose tokens are all computed decodes. vLLM may have preempted the session and
+        # be computing it again, from what it took for a prompt: the new token belongs to that.
+        if len(token_ids) == 1 and request.num_computed_tokens == start:
+            self._next[slot] = token_ids[0]
+        else:
+            self._grow_prompt(slot, start, token_ids)
+
+    def _grow_prompt(self, slot: int, start: int, token_ids: list[int]) -> None:
+        self._prompts, end = True, start + len(token_ids)
+        self._states.all_token_ids.stage_write(slot, start, token_ids)
+        self._states.total_len.stage_write_elem(slot, end)
+        self._states.prefill_len.np[slot] = end
+        if self._rope is not None:
+            offset, axes = int(self._rope.prefill_delta.np[slot]), self._rope.num_dims
+            positions = list(range(start + offset, end + offset))
+            for axis in range(axes):
+                self._rope.prefill_positions.stage_write(slot * axes + axis, start, positions)
+
+    def write(self) -> None:
+        with torch.inference_mode():
+            if self._prompts:
+                self._states.apply_staged_writes()
+                self._model.apply_staged_writes()
+                self._prompts = False
+            if self._next:
+                pairs = [*self._next], [*self._next.values()]
+                slots, token_ids = self._copied_to_device(pairs, self._device, torch.int64)
+                self._states.last_sampled_tokens[:, 0].index_copy_(0, slots, token_ids)
+                self._next.clear()
+
+
+def runner_tokens(runner: Any) -> RunnerTokens | str:
+    """The tokens of a model runner; or what it lacks, in words."""
+    if not hasattr(runner, "req_states"):
+        missing = absent_names(runner, *V1_NAMES)
+        return f"this model runner has no {', '.join(missing)}" if missing else V1Tokens(runner)
+    from vllm.utils import torch_utils
+
+    missing = absent_names(runner, *V2_NAMES) + absent_names(torch_utils, "async_tensor_h2d")
+    if (rope := getattr(getattr(runner, "model_state", None), "rope_state", None)) is not None:
+        missing += absent_names(rope, *ROPE_NAMES)
+    return f"this model runner has no {', '.join(missing)}" if missing else V2Tokens(runner)
