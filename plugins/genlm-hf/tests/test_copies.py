@@ -1,23 +1,14 @@
 """How often a step copies between the host and the device, and how many kernels it launches;
-counted without a device.
-
-The ``meta`` device has no memory. So whatever would copy from there to the host, or wait for a
-value, raises.
-"""
+counted without a device."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from attrs import define
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -41,69 +32,14 @@ from genlm.hf.strategies import SHARING_COSTS, Computed
 from genlm.hf.upload import Upload
 from tests.engines import rows_of
 from tools.launched import Launched
+from tools.transfers import META, Counts, counted
 
 from .models import build, proven
 from .shapes import MAMBA, SHAPE, TOKENS
 
 pytestmark = pytest.mark.any_version
 
-META = torch.device("meta")
-
-
-class Made(TorchFunctionMode):
-    """Counts tensors made on the device from numbers of the host."""
-
-    count = 0
-
-    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        made = call in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None
-        lists = call in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and any(
-            isinstance(one, list) for one in (args[1] if isinstance(args[1], tuple) else args[1:2])
-        )
-        self.count += made or lists
-        return call(*args, **kwargs)
-
-
-class Moved(TorchDispatchMode):
-    """Counts copies to the device, those included that an operation makes of its arguments, and
-    operations that wait for a value of it."""
-
-    up = down = 0
-
-    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        there = [one for one in given if one.device == META]
-        host = [one for one in given if one.device != META and one.ndim]
-        chooses = call in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
-        if chooses and any(one.dtype == torch.bool for one in args[1] if one is not None):
-            self.down += 1  # how many there are must be known
-        result = call(*args, **(kwargs or {}))
-        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-        if there or any(one.device == META for one in made):
-            self.up += len(host)
-        if there:
-            self.down += sum(one.device != META for one in made)
-        return result
-
-
-@define
-class Counts:
-    up: int = 0
-    down: int = 0
-
-
 ONE = Counts(up=1)
-
-
-@contextmanager
-def counted() -> Iterator[Counts]:
-    """Counts copies while it lasts."""
-    counts = Counts()
-    with Made() as made, Moved() as moved:
-        yield counts
-    counts.up, counts.down = made.count + moved.up, moved.down
-
 
 Make = Callable[..., HFEngine]
 
@@ -221,6 +157,23 @@ def test_a_score_copies_its_targets_besides(there: Make) -> None:
     with counted() as counts:
         queries = [Query((1, 2, 3)), Query((4,))]
         engine.genlm_sequence_logprobs(queries, [[5, 6], [7, 8, 9]], engine.vocab_size)
+    assert counts == Counts(up=2)
+
+
+@pytest.mark.parametrize("n", [2, 9])
+def test_a_step_copies_the_same_for_any_number(n: int, there: Make) -> None:
+    """Rows of contexts that grow, of forks and of new ones, and scores."""
+    engine, contexts = there(LLAMA), contexts_of(20, n)
+    ask(engine, *contexts)
+    mixed = (
+        [[*one, 5] for one in contexts]
+        + [[*one, 6] for one in contexts]
+        + [[7, at, 8] for at in range(n)]
+    )
+    assert ask(engine, *mixed) == Counts(up=2)
+    queries = [Query((9, at, 3)) for at in range(n)]
+    with counted() as counts:
+        engine.genlm_sequence_logprobs(queries, [[5, 6]] * n, engine.vocab_size)
     assert counts == Counts(up=2)
 
 

@@ -100,12 +100,20 @@ def test_cuda_is_not_started(cuda):
     assert not cuda.used
 
 
-def test_memory_of_a_row_is_kept_for_the_stream_that_reads_it(cuda):
+def test_memory_of_a_step_is_kept_once_for_the_stream_that_reads_its_rows(cuda):
     cuda.used = True
     readers = []
-    row = SimpleNamespace(is_cuda=True, device="cuda:0", record_stream=readers.append)
-    assert used_here(row) is row
-    assert readers == [cuda.default]
+
+    def row(memory):
+        return SimpleNamespace(
+            is_cuda=True,
+            device="cuda:0",
+            untyped_storage=lambda: SimpleNamespace(data_ptr=lambda: memory),
+            record_stream=lambda stream: readers.append((memory, stream)),
+        )
+
+    used_here([row(1), None, row(2), row(1)])
+    assert sorted(readers) == [(1, cuda.default), (2, cuda.default)]
 
 
 def test_a_step_of_a_real_vllm_is_on_the_stream_that_it_made_when_it_loaded(

@@ -52,7 +52,7 @@ class CacheUsage:
         there = (self._known.get(key) for key, _ in self._blocks(request, 0, request.reads))
         shared = next((block for block in there if block is not None), None)
         self.tokens += request.tokens - (shared.end if shared else 0)
-        self._fill(request, shared, request.prompt.length - 1)
+        self._fill(request, shared, request.length - 1)
 
     def complete(self, request: VllmRequest) -> None:
         """A request is computed, and stays."""
@@ -62,7 +62,9 @@ class CacheUsage:
         """A request goes on as a longer one, under the same id."""
         last = self._last[request.request_id]
         self.tokens += longer.tokens - request.tokens
-        self._fill(longer, last, longer.prompt.length)
+        if self._size is None or longer.length - (last.end if last else 0) < self._size:
+            return  # it fills no block
+        self._fill(longer, last, longer.length)
         if last is not None:
             last.users -= 1
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from genlm.vllm.transfer import to_device
+
 ROW_KEY = "genlm_row"  # str: keep the row under this key
 
 
@@ -96,7 +98,9 @@ class RowCapture:
                 rows.append(row)
                 keys.append(key)
         if rows:
-            chosen = logits if len(rows) == logits.shape[0] else logits[rows]
+            chosen = logits
+            if len(rows) < logits.shape[0]:
+                chosen = logits.index_select(0, to_device(rows, logits.device))
             self.store.put(keys, torch.log_softmax(chosen, dim=-1, dtype=torch.float32))
         return logits
 

@@ -73,7 +73,7 @@ class VllmEngine:
             if width < self._width:  # in the first step
                 self._hide_padding(width)
             self._drop(dropped)
-            answers = self._receive([*queries, *samples, *scores])
+            answers = self._receive(queries, samples, scores)
             self._make_room()
             if len(self._in_flight):
                 over = self._in_flight.advance()
@@ -81,16 +81,24 @@ class VllmEngine:
                 self._park(over)
             return answers
 
-    def _receive(self, requests: Sequence[Request]) -> list[Answer]:
+    def _receive(
+        self,
+        queries: Sequence[Query],
+        samples: Sequence[SampleRequest],
+        scores: Sequence[ScoreRequest],
+    ) -> list[Answer]:
         """Hand new requests to vLLM; those that it cannot serve are answered with ``None``."""
+        cheaper = set(self._cheaper_as_requests(scores))
+        native: list[Request] = [*queries]
         declined = []
-        asked = [each for each in requests if isinstance(each, ScoreRequest)]
-        native = set(self._cheaper_as_requests(asked))
-        for request in requests:
-            if self._is_native(request, native):
-                self._launch(self._prepared(request))
+        others: list[SampleRequest | ScoreRequest] = [*samples, *scores]
+        for request in others:
+            if self._is_native(request, cheaper):
+                native.append(request)
             else:
                 declined.append(Answer(request, None))
+        for each in native:
+            self._launch(self._prepared(each))
         self._sessions.settle()
         return declined
 
@@ -104,15 +112,14 @@ class VllmEngine:
         row = self.evaluate_alone(Query((0,), cold=True))
         self._hides_padding = bool((row[width:] == -torch.inf).all())
 
-    def _is_native(self, request: Request, scores: Container[ScoreRequest]) -> bool:
+    def _is_native(
+        self, request: SampleRequest | ScoreRequest, scores: Container[ScoreRequest]
+    ) -> bool:
         """Whether vLLM answers this itself, exactly and at less cost than rows; of scores it does
         these."""
-        match request:
-            case SampleRequest():
-                return self._hides_padding and vllm_draws(request, self._core)
-            case ScoreRequest():
-                return request in scores
-        return True
+        if isinstance(request, ScoreRequest):
+            return request in scores
+        return self._hides_padding and vllm_draws(request, self._core)
 
     def _prepared(self, request: Request) -> VllmRequest:
         drawn, resumable, prompt = 1, self.live, query_of(request)
@@ -145,14 +152,25 @@ class VllmEngine:
         match request.request:
             case SampleRequest(_, params):
                 return draw_params(params)
-            case ScoreRequest():
-                return score_params(request.request_id, request.reads)
+            case ScoreRequest() as score:
+                key, reads, by_id = request.request_id, request.reads, self._core.scores_by_id
+                return score_params(key, score, reads, by_id=by_id)
         return row_params(request.request_id)
 
     def _answers(self, over: Sequence[VllmRequest]) -> list[Answer]:
         ids = [each.request_id for each in over if each.wants_row]
         rows = dict(zip(ids, self._rows.take(ids), strict=True))
-        return [Answer(each.request, _result(each, rows.get(each.request_id))) for each in over]
+        results = [_result(each, rows.get(each.request_id)) for each in over]
+        scored = {
+            at: (each.request.continuation, row, each.prompt_logprobs)
+            for at, (each, row) in enumerate(zip(over, results, strict=True))
+            if isinstance(each.request, ScoreRequest)
+            and isinstance(row, torch.Tensor)
+            and each.prompt_logprobs is not None
+        }
+        for at, found in zip(scored, scores([*scored.values()]), strict=True):
+            results[at] = found
+        return [Answer(each.request, found) for each, found in zip(over, results, strict=True)]
 
     def _drop(self, requests: Sequence[Request]) -> None:
         """Release requests that no longer have callers."""
@@ -165,9 +183,8 @@ class VllmEngine:
 
     def _park(self, over: Sequence[VllmRequest]) -> None:
         """Turn finished requests that vLLM keeps into live sessions."""
-        for each in over:
-            if each.is_kept:
-                self._release(self._sessions.park(each))
+        replaced = [self._sessions.park(each) for each in over if each.is_kept]
+        self._release([*itertools.chain.from_iterable(replaced)])
         self._make_room()
 
     def _make_room(self) -> None:
@@ -180,6 +197,8 @@ class VllmEngine:
             self._release(idle)
 
     def _release(self, sessions: Sequence[VllmRequest]) -> None:
+        if not sessions:
+            return
         ids = [session.request_id for session in sessions]
         self._core.abort(ids)
         if self._core.sessions_run:
@@ -316,7 +335,8 @@ def distance(row: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _result(over: VllmRequest, row: torch.Tensor | None) -> Any:
-    """The result of a finished request, or the error if vLLM ended it without one."""
+    """The result of a finished request (of a score, the row for its last token), or the error if
+    vLLM ended it without one."""
     request, why = over.request, over.failure
     if isinstance(request, SampleRequest):
         if why is not None:
@@ -325,6 +345,6 @@ def _result(over: VllmRequest, row: torch.Tensor | None) -> Any:
     if why is not None or row is None:
         why = why or "no row was captured"
         return EngineError(f"vLLM ended the request without a row: {why}")
-    if isinstance(request, ScoreRequest):
-        return scores(request.continuation, row, over.prompt_logprobs)
+    if isinstance(request, ScoreRequest) and over.prompt_logprobs is None:
+        return EngineError("vLLM gave no log-probabilities of the prompt; ask again")
     return row

@@ -43,7 +43,7 @@ class RequestsInFlight:
         request.request_id, request.params = session.request_id, session.params
         self._enter(request)
         self._usage.extend(session, request)
-        self._core.extend(request, request.prompt.context.since(session.prompt.length))
+        self._core.extend(request, request.prompt.context.since(session.length))
 
     def _enter(self, request: VllmRequest) -> None:
         self._by_id[request.request_id] = request

@@ -43,6 +43,7 @@ class VllmRequest:
             draw.
         reads: How many of its first tokens vLLM may take over from others.
         resumable: Whether vLLM keeps it when it is finished, for more tokens.
+        length: Of the prompt, tokens.
         params: vLLM's sampling parameters.
         drawn: The tokens drawn so far.
         failure: Why vLLM ended it without drawing anything.
@@ -56,10 +57,15 @@ class VllmRequest:
     tokens: int
     reads: int
     resumable: bool = False
+    length: int = field(init=False)
     params: Any = field(init=False, default=None)
     drawn: list[int] = field(init=False, factory=list)
     failure: str | None = field(init=False, default=None)
     prompt_logprobs: torch.Tensor | None = field(init=False, default=None)
+
+    @length.default
+    def _length(self) -> int:
+        return self.prompt.length
 
     @property
     def wants_row(self) -> bool:

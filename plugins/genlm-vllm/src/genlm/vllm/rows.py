@@ -32,7 +32,9 @@ class LocalRows:
     def take(self, keys: Sequence[str]) -> list[torch.Tensor | None]:
         """Take out one row per key, ``[vocab_size]`` float32; ``None`` for one that was never
         captured."""
-        return [None if row is None else used_here(row) for row in self._store.take(keys)]
+        rows = self._store.take(keys)
+        used_here(rows)
+        return rows
 
     def clear(self) -> None:
         self._store.clear()

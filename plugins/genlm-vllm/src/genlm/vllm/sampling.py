@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from typing import Any
 
-from genlm.core.types import SampleRequest, SamplingParams
+import numpy as np
+
+from genlm.core.types import SampleRequest, SamplingParams, ScoreRequest
 from genlm.vllm.capture import ROW_KEY
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.new_requests import READS_KEY
@@ -14,20 +18,44 @@ HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher ones
 SEEDS = 1 << 63
 
 
-def row_params(key: str, **options: Any) -> Any:
+def row_params(key: str) -> Any:
     """One next-token row, captured under ``key``.
 
     vLLM must also draw a token: the likeliest, which is the cheapest.
     """
-    return _params({ROW_KEY: key}, max_tokens=1, temperature=0.0, **options)
-
-
-def score_params(key: str, reads: int) -> Any:
-    """A row, and the log-probabilities of the prompt's tokens behind those that may be taken over
-    from others, of which there are so many."""
-    params = row_params(key, prompt_logprobs=0, skip_reading_prefix_cache=not reads)
-    params.extra_args[READS_KEY] = reads
+    params = copy.copy(_any_row())  # vLLM checks what is made anew, at the cost of a short step
+    params.extra_args = {ROW_KEY: key}
     return params
+
+
+@cache
+def _any_row() -> Any:
+    return _params({}, max_tokens=1, temperature=0.0)
+
+
+def score_params(key: str, request: ScoreRequest, reads: int, *, by_id: bool) -> Any:
+    """A row, captured under ``key``, and the log-probabilities of a continuation's tokens but the
+    last.
+
+    Args:
+        key: The key.
+        request: The score.
+        reads: How many first tokens may be taken over from others.
+        by_id: Whether vLLM takes the tokens that are scored; else it gives those of all tokens that
+            it computes.
+    """
+    wishes: dict[str, Any] = {"prompt_logprobs": 0}
+    if by_id:
+        scored = np.array(request.continuation[:-1], dtype=np.int32)[:, None]
+        start = request.query.length - 1
+        wishes = {"prompt_logprob_token_ids": scored, "prompt_logprob_start": start}
+    return _params(
+        {ROW_KEY: key, READS_KEY: reads},
+        max_tokens=1,
+        temperature=0.0,
+        skip_reading_prefix_cache=not reads,
+        **wishes,
+    )
 
 
 def draw_params(params: SamplingParams) -> Any:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
-from genlm.core.errors import EngineError
 from genlm.core.types import Query, ScoreRequest, TokenIds
 from genlm.kit.scores import cheaper_as_requests as cheaper_by_tokens
 from genlm.vllm.internals import EngineCore
+from genlm.vllm.transfer import to_device
 
 
 def scored(request: ScoreRequest) -> Query:
@@ -19,19 +20,30 @@ def scored(request: ScoreRequest) -> Query:
 
 
 def scores(
-    continuation: TokenIds, row: torch.Tensor, prompt_logprobs: torch.Tensor | None
-) -> torch.Tensor | EngineError:
-    """``[len(continuation)]`` float32, or the error if vLLM gave nothing to make them of.
+    finished: Sequence[tuple[TokenIds, torch.Tensor, torch.Tensor]],
+) -> Sequence[torch.Tensor]:
+    """``[len(continuation)]`` float32 for each score that a step has finished, where its row is:
+    all are copied there together.
 
     Args:
-        continuation: The tokens to score, of which there are several.
-        row: ``[vocab_size]``, the row for the last of these tokens.
-        prompt_logprobs: Of the prompt's last tokens.
+        finished: For each score its continuation, of several tokens; ``[vocab_size]``, the row for
+            the last of these; and the log-probabilities of its prompt's last tokens, in the host's
+            memory.
     """
-    if prompt_logprobs is None:
-        return EngineError("vLLM gave no log-probabilities of the prompt; ask again")
-    last = row[continuation[-1]].reshape(1)
-    return torch.cat([prompt_logprobs[1 - len(continuation) :].to(last), last])
+    if not finished:
+        return []
+    sizes = [len(continuation) for continuation, _, _ in finished]
+    known = torch.cat(
+        [
+            torch.nn.functional.pad(prompt_logprobs[1 - size :].float(), (0, 1))
+            for size, (_, _, prompt_logprobs) in zip(sizes, finished, strict=True)
+        ]
+    )
+    last = torch.stack([row[continuation[-1]] for continuation, row, _ in finished])
+    joined = to_device(known, last.device)
+    ends = [end - 1 for end in itertools.accumulate(sizes)]
+    joined.index_copy_(0, to_device(ends, last.device), last)
+    return torch.split(joined, sizes)
 
 
 def cheaper_as_requests(scores: Sequence[ScoreRequest], core: EngineCore) -> list[ScoreRequest]:

@@ -98,7 +98,7 @@ class Sessions:
         equal = self._idle.get(key)
         released = [self._give_up(equal)] if equal else []
         self._idle[key] = session
-        self._lengths[session.prompt.length] += 1
+        self._lengths[session.length] += 1
         return released
 
     def check_room_for_pin(self, request: VllmRequest) -> None:
@@ -113,7 +113,7 @@ class Sessions:
         self._pins.remove(request)
         if wanted + (longest := self._footprint(self._longest)) > self._capacity:
             raise EngineError(
-                f"pinning {request.prompt.length} more tokens would hold {wanted} of the "
+                f"pinning {request.length} more tokens would hold {wanted} of the "
                 f"{self._capacity} tokens that the key/value cache has, and {longest} must "
                 "stay free; call "
                 "clear_kv_cache(), or load with a larger kv_cache_memory_bytes or "
@@ -168,7 +168,7 @@ class Sessions:
         return released
 
     def _forget_length(self, session: VllmRequest) -> None:
-        length = session.prompt.length
+        length = session.length
         self._lengths[length] -= 1
         if not self._lengths[length]:
             del self._lengths[length]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -47,12 +47,12 @@ class EngineStream:
                         torch.cuda.set_stream(outside)
 
 
-def used_here(row: torch.Tensor) -> torch.Tensor:
-    """A tensor of vLLM's stream that the thread's own stream reads: vLLM does not reuse its memory
-    before that."""
-    if row.is_cuda:
+def used_here(rows: Iterable[torch.Tensor | None]) -> None:
+    """Say that the thread's own stream reads some tensors of vLLM's stream: vLLM does not reuse
+    their memory before that. The rows of a step share theirs, and it is named once."""
+    there = [row for row in rows if row is not None and row.is_cuda]
+    for row in {row.untyped_storage().data_ptr(): row for row in there}.values():
         row.record_stream(torch.cuda.current_stream(row.device))
-    return row
 
 
 def _current() -> torch.cuda.Stream | None:
