@@ -14,6 +14,7 @@ from genlm.core.logs import get_logger
 from genlm.core.options import CoreOptions
 from genlm.core.runtime.results import FIRST, Results
 from genlm.core.tokenization import decode_vocab
+from genlm.core.tokenization.turns import take_turns
 from genlm.core.types import Engine
 
 log = get_logger()
@@ -90,6 +91,7 @@ class LoadedEngine:
             ) from None
         self.tokenizer = engine.tokenizer
         self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
+        take_turns(engine.tokenizer)
         self.width = len(self.byte_vocab)  # of rows; kept, because users have the list itself
         processors = self.calls.processors
         #: By which hook the engine answers ``samples`` and ``scores`` itself. With processors it
