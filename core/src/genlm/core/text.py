@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from genlm.core.chat import continued, in_parts
 from genlm.core.checks import describe_error, integer, safe_repr, unawaited
 from genlm.core.context import token_ids_of
 from genlm.core.errors import InvalidInputError, InvalidOptionError, UnsupportedError
@@ -125,9 +125,9 @@ class TextMixin:
 
         Args:
             messages: ``{"role": "user", "content": "..."}``, in order. With
-                ``continue_final_message=True`` the last one is the beginning of the answer. Where
-                the template would leave a text out, as those of models that also see may do, it
-                gets each text as a list of one part.
+                ``continue_final_message=True`` the last one is the beginning of the answer, with
+                the white space at its end. Where the template would leave a text out, as those of
+                multimodal models may do, it gets each text as a list of one part.
             **options: Those of the tokenizer's ``apply_chat_template``.
 
         Raises:
@@ -157,8 +157,11 @@ class TextMixin:
             if apply is None:
                 raise ValueError(NO_TEMPLATE)
             if isinstance(template, str) and "type" in template:
-                given = _in_parts(given, partial(apply, **{**chosen, "tokenize": False}))
-            return [int(token_id) for token_id in apply(given, **chosen)]
+                given = in_parts(given, partial(apply, **{**chosen, "tokenize": False}))
+            ids = [int(token_id) for token_id in apply(given, **chosen)]
+            return continued(tokenizer, given, ids, chosen) if not begins else ids
+        except InvalidInputError:
+            raise
         except Exception as error:
             if NO_TEMPLATE in str(error):
                 raise UnsupportedError(
@@ -225,30 +228,6 @@ class TextMixin:
             TopToken(self.byte_vocab[i], self.str_vocab[i], logprob)
             for i, logprob in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
-
-
-def _in_parts(
-    messages: list[Mapping[str, Any]], written: Callable[[Any], str]
-) -> list[Mapping[str, Any]]:
-    """Messages as a template takes them: with each text as a list of parts, if it leaves out what
-    strings say without a word, as those of models that also see may do."""
-    said = [each.get("content") for each in messages if each["role"] != "assistant"]
-    asked = [content.strip() for content in said if isinstance(content, str)]
-    text = written(messages)
-    if all(each in text for each in asked):
-        return messages
-    parts = [
-        {**each, "content": [{"type": "text", "text": each["content"]}]}
-        if isinstance(each.get("content"), str)
-        else each
-        for each in messages
-    ]
-    with contextlib.suppress(Exception):  # whatever a template makes of a list
-        text = written(parts)
-        written_out = any(str(each["content"]) in text for each in parts if each.get("content"))
-        if all(each in text for each in asked) and not written_out:
-            return parts
-    return messages
 
 
 def _strings(value: Any) -> Iterator[str]:

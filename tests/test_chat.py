@@ -1,0 +1,75 @@
+"""The beginning of an answer, as chat templates write it."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from genlm.core import AsyncLM, InvalidInputError
+from genlm.core.mock import MockEngine
+
+USER = {"role": "user", "content": "As JSON."}
+#: The headers and ends of messages are those of Gemma 3; that of Llama 3 trims too.
+ENDS = "<|eot|>\n{% endfor %}{% if add_generation_prompt %}[assistant]\n{% endif %}"
+TRIMS = "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] | trim }}" + ENDS
+KEEPS = TRIMS.replace(" | trim", "")
+OF_PARTS = TRIMS.replace("m['content'] | trim", "m['content'][0]['text'] | trim")
+
+
+@pytest.fixture
+def tokenizer():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|eot|>")
+
+
+@pytest.fixture
+def lm(tokenizer):
+    with AsyncLM(lambda: MockEngine(tokenizer), backend="mock") as lm:
+        yield lm
+
+
+def of_parts(text):
+    return [{"type": "text", "text": text}]
+
+
+@pytest.mark.parametrize("template", [TRIMS, KEEPS, OF_PARTS])
+@pytest.mark.parametrize("begun", ["```json\n", "The answer is ", "a\n \n", "a", "", "\n"])
+def test_the_beginning_of_an_answer_keeps_the_white_space_at_its_end(lm, template, begun):
+    content = of_parts if template is OF_PARTS else str
+    ids = lm.apply_chat_template(
+        [
+            {**USER, "content": content(USER["content"])},
+            {"role": "assistant", "content": content(begun)},
+        ],
+        continue_final_message=True,
+        chat_template=template,
+    )
+    assert lm.decode(ids) == "[user]\nAs JSON.<|eot|>\n[assistant]\n" + begun
+
+
+def test_options_of_the_encoding_hold_for_the_beginning_of_an_answer(lm):
+    messages = [USER, {"role": "assistant", "content": "a\n"}]
+    given = {"continue_final_message": True, "chat_template": TRIMS}
+    assert lm.decode(lm.apply_chat_template(messages, **given)[-2:]) == "a\n"
+    short = lm.apply_chat_template(messages, truncation=True, max_length=9, **given)
+    assert lm.decode(short) == "[user]\nAs"
+
+
+def test_white_space_that_a_tokenizer_of_its_own_kind_loses_is_refused(lm, tokenizer):
+    """As mistral-common's, whose ids are not those of a text."""
+    whole = tokenizer.apply_chat_template
+
+    def apply(messages, tokenize=True, **options):
+        found = whole(messages, tokenize=tokenize, **options)
+        return [0, *found] if tokenize else found
+
+    tokenizer.apply_chat_template = apply
+    options = {"continue_final_message": True, "chat_template": TRIMS}
+    with pytest.raises(InvalidInputError, match=r"ends in '\\n', which the .* leaves out; end it"):
+        lm.apply_chat_template([USER, {"role": "assistant", "content": "a\n"}], **options)
+    ids = lm.apply_chat_template([USER, {"role": "assistant", "content": "a"}], **options)
+    assert ids[0] == 0
