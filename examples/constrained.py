@@ -48,8 +48,8 @@ class Tokens:
         self._lm = lm
 
     def __call__(self, text: bytes) -> list[int]:
-        ids: list[int] = self._lm.tokenizer.encode(text.decode())
-        return ids
+        """Text that the grammar forces, inside a text: no special token begins or ends it."""
+        return self._lm.encode(text.decode(), add_special_tokens=False)
 
 
 class Language:
@@ -169,7 +169,9 @@ def main() -> None:
             drawing = rejection(
                 lm, prompt, language, options.reject, options.max_tokens, options.seed
             )
-            print(f"accepted of {options.reject} free draws: {asyncio.run(drawing):.4f}")
+            share = asyncio.run(drawing)
+            logarithm = f"{math.log(share):.3f}" if share else "-inf"
+            print(f"log share accepted of {options.reject} free draws {logarithm}")
 
 
 def report(lm: AsyncLM, language: Language, particles: list[Particle], log_constant: float) -> None:
@@ -182,8 +184,8 @@ def report(lm: AsyncLM, language: Language, particles: list[Particle], log_const
     for text, weight in texts.most_common(10):
         print(f"{weight:7.3f}  {text}")
     print(
-        f"probability that the text is accepted {math.exp(log_constant):.4f}, effective sample "
-        f"size {effective_size(particles):.1f} of {len(particles)}"
+        f"log probability that the text is accepted {log_constant:.3f}, effective sample size "
+        f"{effective_size(particles):.1f} of {len(particles)}"
     )
 
 

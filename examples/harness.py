@@ -7,6 +7,11 @@ The class is all that the harness needs: the log-likelihood of continuations, wi
 each is what greedy decoding gives; that of whole texts, in windows where they are longer than the
 context; and generation up to a stop string. Requests are made at once, and the library batches
 them. A prompt that several answers share is computed once.
+
+The figures are those of the harness's own class for transformers, ``hf``, with one exception. Where
+the tokenizer begins every text with a token, as Gemma's does, that token stands before each window
+of a long text, is itself not scored, and stays where a long prompt loses its beginning. (In ``hf``
+only the first window has it, which scores it too.)
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Coroutine, Iterable
+from functools import cached_property
 from typing import Any, TypeVar
 
 from lm_eval import simple_evaluate
@@ -61,8 +67,23 @@ class GenlmLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
-        return ids
+        """The ids of a text, by default as the tokenizer begins texts, but never with the first
+        token twice: the text of a chat template has it already."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
+        return self.lm.encode(string, add_special_tokens=add_special_tokens)
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """The token with which the tokenizer begins every text, if it does."""
+        return [self.prefix_token_id][: self.tok_encode("a")[0] == self.prefix_token_id]
+
+    def shortened(self, ids: list[int], length: int) -> list[int]:
+        """The last ids of a text, as many as are wanted, with the token that begins it."""
+        if len(ids) <= length:
+            return ids
+        kept = self.begins if ids[:1] == self.begins else []
+        return [*kept, *ids[len(ids) - length + len(kept) :]]
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -112,14 +133,15 @@ class GenlmLM(TemplateLM):
                     f"a continuation has {len(rest)} tokens, but a context at most "
                     f"{self.max_length}"
                 )
-            contexts.append((context + rest)[-(self.max_length + 1) :][: -len(rest)])
+            contexts.append(self.shortened(context, self.max_length + 1 - len(rest)))
             continuations.append(rest)
         return await self.lm.batch_sequence_logprobs(contexts, continuations)
 
     async def _whole(self, text: str) -> float:
         """The log-likelihood of a text, each token scored once."""
-        ids = [self.prefix_token_id, *self.tok_encode(text)]
-        return float((await self.lm.rolling_logprobs(ids, self.max_length)).sum())
+        ids = [self.prefix_token_id, *self.tok_encode(text, add_special_tokens=False)]
+        keep = len(self.begins)
+        return float((await self.lm.rolling_logprobs(ids, self.max_length, keep=keep)).sum())
 
     async def _until(self, text: str, options: dict[str, Any]) -> str:
         """What the model writes after a text, up to a stop string or token."""
@@ -127,7 +149,7 @@ class GenlmLM(TemplateLM):
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         most = int(options.get("max_gen_toks") or 256)
         temperature = float(options.get("temperature") or 0) if options.get("do_sample") else 0.0
-        context = self.tok_encode(text)[-(self.max_length - most) :]
+        context = self.shortened(self.tok_encode(text), self.max_length - most)
         drawn: list[int] = []
         written = ""
         async for token_id in self.lm.stream(context, most, temperature=temperature):

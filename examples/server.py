@@ -92,8 +92,7 @@ def app_of(lm: AsyncLM, seconds: float = 30.0) -> FastAPI:
     @app.post("/score")
     async def score(asked: Scored, request: Request) -> float:
         """The log-probability of a continuation."""
-        continuation = lm.encode(asked.continuation, add_special_tokens=False)
-        work = lm.sequence_logprobs(lm.encode(asked.text), continuation)
+        work = lm.sequence_logprobs(*encoded(lm, asked.text, asked.continuation))
         return float((await while_there(request, work, seconds)).sum())
 
     @app.post("/draw")
@@ -122,6 +121,25 @@ def app_of(lm: AsyncLM, seconds: float = 30.0) -> FastAPI:
         return StreamingResponse(text(), media_type="text/plain; charset=utf-8")
 
     return app
+
+
+def encoded(lm: AsyncLM, text: str, continuation: str) -> tuple[list[int], list[int]]:
+    """The ids of a text, and those that it has more with its continuation: encoded alone, that may
+    begin with another space, or with a special token. Only inside a word it is encoded alone.
+
+    Raises:
+        InvalidInputError: The tokenizer cannot write it there.
+    """
+    prompt, whole = lm.encode(text), lm.encode(text + continuation)
+    if whole[: len(prompt)] == prompt:
+        return prompt, whole[len(prompt) :]
+    ids = lm.encode(continuation, add_special_tokens=False)
+    if b"".join(lm.byte_vocab[token_id].byte_string for token_id in ids) != continuation.encode():
+        raise InvalidInputError(
+            f"the continuation {continuation!r} joins the last token of the text; end the text "
+            "where a word ends"
+        )
+    return prompt, ids
 
 
 def main() -> None:

@@ -139,6 +139,20 @@ def test_a_long_text_is_scored_in_windows_each_token_once(sharp, context_len):
         assert float(found[first - 1]) == pytest.approx(float(row[ids[first]]), abs=1e-4)
 
 
+@pytest.mark.parametrize(("keep", "context_len"), [(1, 1), (1, 4), (2, 3)])
+def test_every_window_of_a_long_text_may_begin_with_its_first_tokens(sharp, keep, context_len):
+    ids = [(7 * i) % 256 for i in range(23)]
+    found = sharp.rolling_logprobs_sync(ids, 5, context_len, keep=keep)
+    assert found.shape == (22,)
+    later = 5 - keep - context_len + 1  # tokens that a window after the first one scores
+    for place in range(1, 23):
+        window = (place - 6) // later  # -1: the first
+        end = min(23, 6 + (window + 1) * later)
+        context = ids[:keep] + ids[end - 1 - 5 + keep : place] if place > 5 else ids[:place]
+        row = sharp.next_token_logprobs_uncached(context)
+        assert float(found[place - 1]) == pytest.approx(float(row[ids[place]]), abs=1e-4)
+
+
 def _contexts(length, max_length, context_len):
     """How many tokens stand before each one that is scored."""
     contexts = {}
@@ -184,6 +198,8 @@ def test_the_models_own_limit_is_the_window(mock):
     for window, said in (
         ({"max_length": 5}, "max_length=5 exceeds the 4 tokens"),
         ({"context_len": 5}, "context_len=5 exceeds the 4 tokens of a window"),
+        ({"keep": 4}, "context_len=1 and keep=4 exceed the 4 tokens of a window"),
+        ({"keep": -1}, "keep must be an integer of at least 0"),
         ({"context_len": 0}, "context_len must be an integer of at least 1"),
     ):
         with pytest.raises(InvalidOptionError, match=said):

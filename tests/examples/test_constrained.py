@@ -11,6 +11,9 @@ import statistics
 import pytest
 import structlog
 
+from genlm.core import AsyncLM
+from genlm.core.mock import ByteTokenizer, MockEngine
+
 pytestmark = pytest.mark.any_version
 
 pytest.importorskip("llguidance", reason="llguidance, which has wheels, is not installed here")
@@ -42,6 +45,21 @@ def test_the_mask_is_the_grammars(program, lm):
     assert language.allowed((*b"ab",)).tolist() == [end]
     accepted = {text: language.accepts((*text,)) for text in (b"", b"a", b"ab", b"b", b"abb")}
     assert accepted == {b"": False, b"a": True, b"ab": True, b"b": False, b"abb": False}
+
+
+class Begins(ByteTokenizer):
+    """As many tokenizers: what is encoded begins with a special token, unless told not to."""
+
+    def encode(self, text, add_special_tokens=True):
+        return super().encode(text, add_special_tokens)
+
+
+def test_text_that_the_grammar_forces_begins_with_no_special_token(program):
+    with AsyncLM(lambda: MockEngine(Begins()), backend="mock") as lm:
+        language = language_of(program, lm, "ab?")
+        assert lm.encode("a") == [256, *b"a"]
+        assert language.allowed(()).tolist() == [*b"a"]
+        assert language.allowed((*b"a",)).tolist() == [*b"b", 257]
 
 
 def test_the_estimate_is_unbiased(program, lm):
@@ -102,7 +120,9 @@ def test_on_a_real_model_every_text_is_of_the_schema(printed, tmp_path):
     assert texts
     for line in texts:
         jsonschema.validate(json.loads(line.split(maxsplit=1)[1]), SCHEMA)
-    assert last.startswith("probability that the text is accepted 0.")
+    said = last.split(",")[0]
+    assert said.startswith("log probability that the text is accepted ")
+    assert -20 < float(said.split()[-1]) < 0
 
 
 def test_on_a_real_model_free_draws_say_the_same(printed):
@@ -110,7 +130,7 @@ def test_on_a_real_model_free_draws_say_the_same(printed):
         *("--regex", "(Yes|No)[.,!]?", "--prompt", "Is the sky blue? Answer yes or no."),
         *("--particles", "32", "--max-tokens", "3", "--reject", "200"),
     )
-    estimate = float(weighted.split(",")[0].split()[-1])
-    share = float(counted.split()[-1])
+    estimate = math.exp(float(weighted.split(",")[0].split()[-1]))
+    share = math.exp(float(counted.split()[-1]))
     # Five standard errors of 200 draws, and as much for the particles.
     assert estimate == pytest.approx(share, abs=10 * math.sqrt(share * (1 - share) / 200))

@@ -75,6 +75,68 @@ def test_what_is_written_up_to_a_stop_string(ours, theirs):
     assert ours.generate_until(asked(*ASKED)) == theirs.generate_until(asked(*ASKED))
 
 
+@pytest.fixture(scope="module")
+def begun():
+    """A small model whose tokenizer begins every text with a token, as Gemma's and Llama's do."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<bos>", "<eos>"]
+    raw = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 256)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<bos>", eos_token="<eos>", pad_token="<eos>"
+    )
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 512, "initializer_range": 0.3}
+    ends = {"bos_token_id": 256, "eos_token_id": 257}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=258, **shape, **heads, **ends)).eval()
+    return model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def begins(example, begun):
+    from genlm.hf import AsyncTransformer
+
+    with AsyncTransformer(*begun) as lm:
+        yield example("harness").GenlmLM(lm, max_length=LONGEST)
+
+
+def test_a_context_begins_as_the_tokenizer_begins_texts_and_once(begins, begun):
+    from lm_eval.models.huggingface import HFLM
+
+    model, tokenizer = begun
+    theirs = HFLM(model, tokenizer=tokenizer, device="cpu", max_length=LONGEST, batch_size=1)
+    pairs = [("France", " Paris"), ("<bos>France", " Paris"), ("", "Paris"), ("France ", "is")]
+    found, expected = begins.loglikelihood(asked(*pairs)), theirs.loglikelihood(asked(*pairs))
+    assert [logprob for logprob, _ in found] == pytest.approx([e for e, _ in expected], abs=1e-3)
+    assert found[0] == found[1]
+    drawn = asked(("France", {"until": ["."], "max_gen_toks": 8}))
+    assert begins.generate_until(drawn) == theirs.generate_until(drawn)
+
+
+def test_what_is_left_of_a_long_text_begins_as_the_tokenizer_begins_texts(begins):
+    """Each window, and a prompt that loses its beginning."""
+    lm, text = begins.lm, "The quick brown fox jumps over it."
+    ids = lm.encode(text, add_special_tokens=False)
+
+    def score(context, rest):
+        return float(lm.sequence_logprobs_sync(context, rest).sum())
+
+    (found,) = begins.loglikelihood_rolling(asked((text,)))
+    first, second = ids[:LONGEST], ids[LONGEST:]
+    room = LONGEST + 1 - len(second) - 1  # beside the token that begins it
+    expected = score([256], first) + score([256, *first[len(first) - room :]], second)
+    assert found == pytest.approx(expected, abs=1e-3)
+    ((found, _),) = begins.loglikelihood(asked((text, " And")))
+    rest = lm.encode(" And", add_special_tokens=False)
+    assert found == pytest.approx(score([256, *ids[-(LONGEST - len(rest)) :]], rest), abs=1e-3)
+
+
 def test_two_tasks(ours, theirs, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))

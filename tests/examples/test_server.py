@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from genlm.core import MockAsyncLM
+from genlm.core import InvalidInputError, MockAsyncLM
 
 from ..conftest import PATIENCE
 
@@ -105,6 +105,24 @@ def test_a_continuation_does_not_begin_a_text(client, lm, monkeypatch):
     score = client.post("/score", json={"text": "a", "continuation": "bc"}).json()
     expected = lm.sequence_logprobs_sync([lm.tokenizer.bos_token_id, *b"a"], list(b"bc")).sum()
     assert score == pytest.approx(float(expected))
+
+
+def test_a_continuation_has_no_space_that_the_text_has_not(client, lm, monkeypatch):
+    """SentencePiece puts a space before every text that it is given."""
+    encode = lm.encode
+    monkeypatch.setattr(lm, "encode", lambda text, **options: encode(" " + text))
+    score = client.post("/score", json={"text": "a", "continuation": " b"}).json()
+    assert score == pytest.approx(float(lm.sequence_logprobs_sync([*b" a"], [*b" b"]).sum()))
+
+
+def test_a_continuation_inside_a_word_is_encoded_alone_or_refused(example, lm, monkeypatch):
+    encoded = example("server").encoded
+    tokens = {"He": [1], "llo": [*b"llo"], "Hello": [2]}
+    monkeypatch.setattr(lm, "encode", lambda text, **options: tokens[text])
+    assert encoded(lm, "He", "llo") == ([1], [*b"llo"])
+    tokens["llo"] = [*b" llo"]
+    with pytest.raises(InvalidInputError, match="'llo' joins the last token of the text; end"):
+        encoded(lm, "He", "llo")
 
 
 def test_what_takes_too_long_is_an_error_and_the_next_answer_is_right(example, lm):

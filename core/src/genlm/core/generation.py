@@ -253,14 +253,16 @@ class GenerationMixin(RowsMixin):
         the greedy one: multiple choice, as lm-evaluation-harness asks for it.
 
         Prompts and continuations that are equal are computed once. ``[prompt] * len(answers)``
-        scores several answers of one prompt.
+        scores several answers of one prompt. The ids of an answer are those that the whole text has
+        more than the prompt: encoded alone, it may begin with another space or a special token.
 
         Examples:
             >>> import asyncio
             >>> from genlm.core import load_model_by_name
             >>> async def best(lm, question, answers):
-            ...     ids = [lm.encode(answer) for answer in answers]
-            ...     scores = await lm.batch_sequence_logprobs([lm.encode(question)] * len(ids), ids)
+            ...     prompt = lm.encode(question)
+            ...     ids = [lm.encode(question + answer)[len(prompt) :] for answer in answers]
+            ...     scores = await lm.batch_sequence_logprobs([prompt] * len(ids), ids)
             ...     return max(zip(scores, answers))[1]
             >>> with load_model_by_name("mock", backend="mock") as lm:
             ...     asyncio.run(best(lm, "Two and two are", [" four", " a dog"]))
@@ -293,6 +295,8 @@ class GenerationMixin(RowsMixin):
         max_length: int | None = None,
         context_len: int = 1,
         lora_name: LoraName = UNSET,
+        *,
+        keep: int = 0,
     ) -> torch.Tensor:
         """The log-probability of each token of a text after its first, however long it is:
         ``[len(token_ids) - 1]`` float32. ``exp(-mean)`` of them is the perplexity.
@@ -307,6 +311,9 @@ class GenerationMixin(RowsMixin):
                 lm-evaluation-harness; more is closer to the text as a whole, and costs
                 ``max_length / (max_length - context_len + 1)`` times as much.
             lora_name: The adapter.
+            keep: How many of the text's first tokens stand before every window: 1 for models that
+                were trained to see the beginning of a sequence in every context, as Gemma. 0 is the
+                harness's rule.
 
         Examples:
             >>> import asyncio
@@ -320,8 +327,8 @@ class GenerationMixin(RowsMixin):
 
         Raises:
             InvalidQueryError: the text is empty or has an invalid token id.
-            InvalidOptionError: ``max_length`` is more than the model takes, or ``context_len`` more
-                than ``max_length``.
+            InvalidOptionError: ``max_length`` is more than the model takes, or ``context_len`` and
+                ``keep`` together more than ``max_length``.
         """
         import torch
 
@@ -334,14 +341,19 @@ class GenerationMixin(RowsMixin):
                 "these, or None"
             )
         least = integer("context_len", context_len, least=1)
-        if given is not None and least > given:
-            raise InvalidOptionError(
-                f"context_len={least} exceeds the {given} tokens of a window; give at most these"
-            )
-        windows = rolling_windows(len(ids), given or max(len(ids), least), least)
+        kept = integer("keep", keep, least=0)
+        if given is not None and least + kept > given:
+            both = f"context_len={least}" + (f" and keep={kept} exceed" if kept else " exceeds")
+            raise InvalidOptionError(f"{both} the {given} tokens of a window; give at most these")
+        windows = rolling_windows(len(ids), given or max(len(ids), least + kept), least, kept)
         scores = await self._scores(
             [
-                (self._query(ids[begin:first], lora_name, end - first), ids[first:end])
+                (
+                    self._query(
+                        (ids[:kept] if begin else ()) + ids[begin:first], lora_name, end - first
+                    ),
+                    ids[first:end],
+                )
                 for begin, first, end in windows
             ]
         )

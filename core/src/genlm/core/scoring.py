@@ -23,14 +23,15 @@ class Score(NamedTuple):
 
 
 def rolling_windows(
-    length: int, max_length: int, context_len: int
+    length: int, max_length: int, context_len: int, keep: int = 0
 ) -> Iterator[tuple[int, int, int]]:
     """The windows in which every token of a text but its first is scored once: where the context
     begins, the first token that is scored at once, and the end of these.
 
     Each has at most ``max_length`` tokens, without the last one that it scores: that needs no row
     of its own. After the first window each gives every token at least ``context_len`` tokens of
-    context. The last one begins as early as it can.
+    context. The last one begins as early as it can. Each window after the first leaves room for the
+    text's first ``keep`` tokens, which stand before it.
 
     Source: ``get_rolling_token_windows`` and ``make_disjoint_window`` of lm-evaluation-harness;
     its prefix token is the text's first one here.
@@ -39,5 +40,5 @@ def rolling_windows(
     if end > 1:
         yield 0, 1, end
     while end < length:
-        first, end = end, min(length, end + max_length - context_len + 1)
-        yield end - 1 - max_length, first, end
+        first, end = end, min(length, end + max_length - keep - context_len + 1)
+        yield end - 1 - (max_length - keep), first, end
