@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from genlm.core import Query
+from genlm.core import Context, Query
 from genlm.core.cache import OutputCache
 
 from .conftest import busy
@@ -60,10 +61,25 @@ def test_of_many_rows_at_once_the_last_ones_stay(limits):
 
 
 def test_the_ids_of_long_contexts_are_bytes_too():
-    cache = OutputCache(maxsize=None, max_bytes=2 * (16 + 8 * 1000))
+    cache = OutputCache(maxsize=None, max_bytes=2 * (16 + 50 * 1000))
     for i in range(3):
         cache.put([(Query((i,) * 1000), row(float(i)))], cache.generation)
-    assert (len(cache), cache.nbytes) == (2, 2 * (16 + 8 * 1000))
+    assert (len(cache), cache.nbytes) == (2, 2 * (16 + 50 * 1000))
+
+
+def test_what_long_contexts_take_is_no_more_than_is_counted():
+    """An id of a vocabulary is an object, and each list of ids may have its own."""
+    cache = OutputCache(maxsize=None, max_bytes=None)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for at in range(10):
+        query = Query(Context(tuple(np.arange(300 + at, 20_300 + at).tolist()), 1 << 20))
+        assert len(query.token_ids) == 20_000  # as an engine reads them
+        cache.put([(query, row(float(at)))], cache.generation)
+        del query
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.8 * cache.nbytes < after - before <= cache.nbytes
 
 
 class Interrupted:

@@ -481,6 +481,34 @@ def test_a_forked_child_loads_its_own_model_whatever_the_parent_does():
     assert (result.stdout, result.stderr) == ("2\n", "")
 
 
+def test_a_forked_child_collects_garbage_as_the_program_had_set_it():
+    """Its parent's models are not its own, and never close there; its own are."""
+    result = run_python("""
+        import gc, os, warnings
+        from genlm.core import MockAsyncLM
+        warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
+        before = gc.get_threshold()
+
+        def in_a_child(check):
+            child = os.fork()
+            if not child:
+                os._exit(not check())
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        def with_its_own():
+            with MockAsyncLM():
+                rarely = gc.get_threshold() > before
+            return rarely and gc.get_threshold() == before
+
+        with MockAsyncLM():
+            print(in_a_child(lambda: gc.get_threshold() == before), in_a_child(with_its_own))
+            print(in_a_child(lambda: in_a_child(with_its_own) == 0), gc.get_threshold() > before)
+            gc.set_threshold(123)
+            print(in_a_child(lambda: gc.get_threshold()[0] == 123))
+    """)
+    assert (result.stdout, result.stderr) == ("0 0\n0 True\n0\n", "")
+
+
 def test_a_model_may_be_dropped_from_its_own_engine_thread(gate):
     """The last reference goes while the engine thread collects garbage: it must not wait for
     itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 
 import numpy as np
@@ -66,21 +67,42 @@ def test_a_distribution_of_ones_own():
         assert asyncio.run(lm.sample([1], 3, [], temperature=0)) == [1, 2, 4]
 
 
-@pytest.mark.parametrize("width", [10, 300])
-@pytest.mark.parametrize("continuous", [False, True])
-def test_a_row_of_ones_own_of_another_width(width, continuous):
-    class Own(MockAsyncLM):
-        def _get_logprobs(self, token_ids):
-            return np.full(width, -np.log(width))
+class OfWidth(MockAsyncLM):
+    """All of its tokens are alike."""
 
-    with Own(continuous=continuous) as lm:
+    def __init__(self, width, **options):
+        super().__init__(**options)
+        self.width = width
+
+    def _get_logprobs(self, token_ids):
+        return np.full(self.width, -np.log(max(1, math.prod(np.atleast_1d(self.width)))))
+
+
+@pytest.mark.parametrize("width", [300, 0, (1, 258), (258, 1)])
+@pytest.mark.parametrize("continuous", [False, True])
+def test_a_row_of_ones_own_that_is_wider_than_the_vocabulary_or_none(width, continuous):
+    with OfWidth(width, continuous=continuous) as lm:
         for ask in (
             lambda: lm.next_token_logprobs_sync([1]),
             lambda: lm.sequence_logprobs_sync([1], [3, 257]),
             lambda: lm.sample_sync([1], 20, [], seed=1),
         ):
-            with pytest.raises(EngineError, match=rf"of shape \({width},\).* has 258 tokens"):
+            with pytest.raises(EngineError, match=r"of shape \(.*\).* has 258 tokens: give"):
                 ask()
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_a_row_of_ones_own_that_is_narrower_lacks_the_last_tokens(continuous):
+    """As genlm-control's tests have it, whose rows are those of the tokens without the special
+    ones."""
+    with OfWidth(10, continuous=continuous) as lm:
+        row = lm.next_token_logprobs_sync([1])
+        assert row.shape == (258,)
+        assert row[:10].tolist() == pytest.approx([-math.log(10)] * 10)
+        assert row[10:].isneginf().all()
+        scores = lm.sequence_logprobs_sync([1], [3, 257]).tolist()
+        assert scores == [pytest.approx(-math.log(10)), -math.inf]
+        assert max(lm.sample_sync([1], 20, [], seed=1)) < 10
 
 
 def test_a_tokenizer_with_the_methods_of_the_protocol_alone():

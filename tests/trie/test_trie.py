@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 
@@ -13,7 +14,11 @@ from hypothesis import strategies as st
 
 from genlm.core import InvalidInputError, InvalidOptionError, VocabularyError
 from genlm.core.tokenization import Token
-from genlm.core.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
+from genlm.core.trie import (
+    AsyncTokenCharacterTrie,
+    ParallelTokenCharacterTrie,
+    TokenCharacterTrie,
+)
 
 from ..conftest import run_python
 
@@ -87,12 +92,15 @@ def by_definition(trie, ws, combine):
 def test_sums_and_maxima(trie_class, items, data):
     trie = trie_class(items)
     ws = np.array(data.draw(st.lists(WEIGHTS, min_size=len(items), max_size=len(items))))
+    assert np.array_equal(trie.weight_max(ws), by_definition(trie, ws, max))
+    if ws.max() <= 0:  # else they are refused as log-probabilities
+        ws = -ws
+        ws[np.isposinf(ws)] = 0.0
     # The rounding of a sum is relative to what was added, not to what is left of it.
     scale = np.abs(ws[np.isfinite(ws)]).sum()
     np.testing.assert_allclose(
         trie.weight_sum(ws), by_definition(trie, ws, math.fsum), rtol=0, atol=1e-15 * scale
     )
-    assert np.array_equal(trie.weight_max(ws), by_definition(trie, ws, max))
 
 
 @tries
@@ -109,6 +117,7 @@ def test_sums_and_maxima_over_many_items(trie_class, seed, symbols, longest):
         Token.vocabulary([generator.integers(0, symbols, n, np.uint8).tobytes() for n in lengths])
     )
     ws = generator.normal(size=len(lengths))
+    ws[0] = abs(ws[0])  # where none is positive they are refused
     below = [ws[trie.positions_under(node)] for node in range(len(trie))]
     np.testing.assert_allclose(
         trie.weight_sum(ws), [*map(math.fsum, below)], rtol=0, atol=1e-14 * len(lengths)
@@ -280,6 +289,40 @@ def test_a_batch_may_be_empty(trie_class):
     trie = trie_class([b"a", b"b"])
     for none in ([], np.zeros((0, 2)), torch.zeros((0, 2))):
         assert trie.batch_weight_sum(none).shape == (0, len(trie))
+
+
+@tries
+def test_log_probabilities_are_no_weights_of_a_sum(trie_class, vocabulary, weights):
+    """Maxima take them, and so do masses; a sum of them is no number that anybody wants."""
+    trie = trie_class(vocabulary)
+    with np.errstate(divide="ignore"):
+        logs = np.log(weights * (weights > 1e-6))
+    for ask in (
+        lambda: trie.weight_sum(logs[0]),
+        lambda: trie.weight_sum(torch.from_numpy(logs[0]).float()),
+        lambda: trie.batch_weight_sum(np.stack([weights[0], logs[0]])),
+        lambda: trie.children_sum(trie.root, logs[0]),
+        lambda: trie.heaviest_children(trie.root, logs[0], 3),
+    ):
+        with pytest.raises(InvalidInputError, match=r"look like log-prob.* give row\.exp\(\)"):
+            ask()
+    assert trie.weight_max(logs[0])[trie.root] == pytest.approx(logs[0].max())
+    assert trie.children_max(trie.root, logs[0])
+    assert not trie.weight_sum(np.zeros(len(vocabulary))).any()
+
+
+def test_a_call_with_log_probabilities_fails_alone(vocabulary, weights):
+    trie = AsyncTokenCharacterTrie(TokenCharacterTrie(vocabulary))
+
+    async def ask():
+        given = (weights[0], np.log(weights[1] + 1e-30), weights[2])
+        return await asyncio.gather(*map(trie.weight_sum, given), return_exceptions=True)
+
+    first, refused, last = asyncio.run(ask())
+    trie.shutdown()
+    assert isinstance(refused, InvalidInputError)
+    assert np.array_equal(first, trie.trie.weight_sum(weights[0]))
+    assert np.array_equal(last, trie.trie.weight_sum(weights[2]))
 
 
 @tries

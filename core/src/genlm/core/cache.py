@@ -15,8 +15,10 @@ from genlm.core.types import Query
 if TYPE_CHECKING:
     import torch
 
-#: What a tuple takes for each token id.
-ID_BYTES = 8
+#: What each token id of a context takes at most: an object of 32 bytes, a place of 8 bytes in a
+#: block and one in the tuple of all ids, and its share of the block. (It is less where the objects
+#: are the program's own, and where contexts share blocks.)
+ID_BYTES = 50
 
 
 class OutputCache:
@@ -28,8 +30,8 @@ class OutputCache:
     Args:
         maxsize: The most rows kept; 0 keeps none, ``None`` means no limit.
         move_to_cpu: Keep rows in main memory; they come back on the device they were computed on.
-        max_bytes: The most bytes kept, of rows and of their contexts' ids (8 bytes each); ``None``
-            means no limit.
+        max_bytes: The most bytes kept, of rows and of their contexts' ids (up to 50 bytes each);
+            ``None`` means no limit.
     """
 
     def __init__(

@@ -32,12 +32,16 @@ class Collector:
         self._lock = threading.RLock()  # re-entrant, because a signal handler may load a model
         self._users = 0
         self._before = RARE
+        self._told = not hasattr(os, "register_at_fork")  # whether a fork calls leave_parent()
 
     @contextmanager
     def rarely(self) -> Iterator[None]:
         """Let it run rarely in this context."""
-        self._leave_parent()
         with self._lock:
+            if not self._told:
+                os.register_at_fork(after_in_child=self._leave_parent)
+                self._told = True
+            pid = self._pid
             self._users += 1
             if self._users == 1:
                 self._before, *rest = gc.get_threshold()
@@ -47,15 +51,21 @@ class Collector:
             yield
         finally:
             with self._lock:
-                self._users -= 1
-                now, *rest = gc.get_threshold()
-                if not self._users and now == RARE:  # else it has been set meanwhile
-                    gc.set_threshold(self._before, *rest)
+                if pid == self._pid:  # else this context was the parent's
+                    self._users -= 1
+                    self._restore()
+
+    def _restore(self) -> None:
+        """Give the process its own setting back, once nobody asks for another."""
+        now, *rest = gc.get_threshold()
+        if not self._users and now == RARE:  # else it has been set meanwhile
+            gc.set_threshold(self._before, *rest)
 
     def _leave_parent(self) -> None:
-        """Take another lock in a forked child: its copy of this one may never be released."""
-        if os.getpid() != self._pid:
-            self._pid, self._lock = os.getpid(), threading.RLock()
+        """Begin anew in a forked child: the threads that asked are the parent's, and its copy of
+        the lock may never be released."""
+        self._pid, self._lock, self._users = os.getpid(), threading.RLock(), 0
+        self._restore()
 
 
 COLLECTOR = Collector()

@@ -139,12 +139,14 @@ class MockEngine:
 
         if query.adapter is None and self._row is not None:
             row = torch.as_tensor(self._row(list(query.token_ids)), dtype=torch.float32)
-            if row.shape != (self.vocab_size,):
+            if row.ndim != 1 or not 0 < row.shape[0] <= self.vocab_size:
                 raise ValueError(
                     f"_get_logprobs gave a row of shape {tuple(row.shape)}; the tokenizer has "
-                    f"{self.vocab_size} tokens: give each a value, -inf where the model lacks it"
+                    f"{self.vocab_size} tokens: give at most as many values"
                 )
-            return row
+            # A narrower one is that of a model that lacks the last tokens, as an engine's may be.
+            lacking = self.vocab_size - row.shape[0]
+            return torch.nn.functional.pad(row, (0, lacking), value=-torch.inf) if lacking else row
         return hashed_row(query.token_ids, query.adapter, self.vocab_size)
 
     def _draws(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]]:
@@ -326,8 +328,9 @@ class MockAsyncLM(AsyncLM):
 
     def _get_logprobs(self, token_ids: Sequence[int]) -> Any:
         """The row of a context under the base model: a tensor or array of normalised
-        log-probabilities, ``[vocab_size]``, with -inf for tokens that it does not have. Whether it
-        is normalised is checked where a row is asked, and not where the mock draws or scores.
+        log-probabilities, ``[vocab_size]``, with -inf for tokens that it does not have; a shorter
+        one lacks the last tokens. Whether it is normalised is checked where a row is asked, and
+        not where the mock draws or scores.
 
         Called on the engine thread. ``self._rng`` is a NumPy ``RandomState`` for the use of
         overriding methods.

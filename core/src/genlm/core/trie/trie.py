@@ -27,6 +27,7 @@ from genlm.core.trie.weights import (
     Operation,
     ResultType,
     check_shape,
+    check_summed,
     to_array,
 )
 
@@ -117,8 +118,10 @@ class TokenCharacterTrie:
         On an accelerator, a tensor is returned without waiting for the device.
 
         Args:
-            ws: ``[len(decode)]`` Weights of any sign, by position: a NumPy array or PyTorch tensor
-                of any float dtype on any device, or a list.
+            ws: ``[len(decode)]`` Weights, by position: a NumPy array or PyTorch tensor of any float
+                dtype on any device, or a list. They may be of both signs. Where none is positive
+                and one negative, they are refused as log-probabilities (on an accelerator only if
+                the result is an array: nothing waits for a tensor's values).
             dtype: What to return: ``np.float64`` or ``np.float32`` for an array; ``torch.float64``
                 or ``torch.float32`` for a tensor on the trie's device. The default is
                 ``np.float64``, and ``np.float32`` on an accelerator.
@@ -127,14 +130,14 @@ class TokenCharacterTrie:
             ``[len(trie)]`` Sums by node.
 
         Raises:
-            InvalidInputError: ``ws`` has another shape.
+            InvalidInputError: ``ws`` has another shape, or is of log-probabilities.
             InvalidOptionError: ``dtype`` is not one of these.
         """
         return self._reduce(SUM, ws, dtype, batch=False)[0]
 
     def weight_max(self, ws: Any, dtype: Any = None) -> Any:
-        """The largest weight of the items below each node. Arguments and result are those of
-        :meth:`weight_sum`."""
+        """The largest weight of the items below each node: of any sign, so log-probabilities too.
+        Arguments and result are those of :meth:`weight_sum`."""
         return self._reduce(MAX, ws, dtype, batch=False)[0]
 
     def batch_weight_sum(self, ws: Any, dtype: Any = None) -> Any:
@@ -151,7 +154,11 @@ class TokenCharacterTrie:
 
     def _reduce(self, operation: Operation, ws: Any, dtype: Any, batch: bool) -> Any:
         wanted = ResultType.of(dtype, default=self._kernel.precision)
-        return self._kernel.reduce(operation, ws, batch, wanted)
+        result = self._kernel.reduce(operation, ws, batch, wanted)
+        if operation is SUM and (not wanted.tensor or result.device.type == "cpu"):
+            for place in np.flatnonzero(np.asarray(result[:, self.root]) < 0).tolist():
+                check_summed(to_array(ws[place] if batch else ws))
+        return result
 
     # --- one node at a time -----------------------------------------------------------------------
 
@@ -240,7 +247,8 @@ class TokenCharacterTrie:
             ws: One vector of weights, as for :meth:`weight_sum`.
 
         Raises:
-            InvalidInputError: ``ws`` has another shape, or there is no such node.
+            InvalidInputError: ``ws`` has another shape or is of log-probabilities, or there is no
+                such node.
         """
         return self._children(SUM, node, ws)
 
@@ -270,6 +278,8 @@ class TokenCharacterTrie:
         if node >= self.nodes.size:
             return {}
         weights = row[below].astype(np.float64)
+        if operation is SUM and weights.sum() < 0:
+            check_summed(weights)
         children, ending = self.nodes.children(node), self.nodes.ending(node)
         starts = self.nodes.begin[children] - self.nodes.begin[node]
         combined = operation.of(np).reduceat(weights, starts)

@@ -90,6 +90,20 @@ def check_shape(shape: Sequence[int], items: int) -> None:
         )
 
 
+def check_summed(weights: FloatArray) -> None:
+    """Check that weights with a negative sum are not log-probabilities.
+
+    Raises:
+        InvalidInputError: None of them is positive.
+    """
+    if (greatest := weights.max()) <= 0:
+        raise InvalidInputError(
+            "the weights of a sum look like log-probabilities: they are from "
+            f"{weights.min():.6g} to {greatest:.6g}; give row.exp(), or take the maximum, which "
+            "needs none (of weights that are negative indeed, sum the negated ones)"
+        )
+
+
 def to_array(ws: Any) -> FloatArray:
     """Weights of any kind as a NumPy array of floats, copied only if necessary.
 
