@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.figures import filled
+from tools.reference import directives
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "build" / "site-source"
@@ -66,9 +67,6 @@ SETUP = """__import__("os").chdir({folder!r})
 #: What a tutorial's text says of its outputs, as a condition in Python. It is not shown.
 CHECK = re.compile(r"^<!-- check: (.+?) -->$", re.MULTILINE | re.DOTALL)
 
-#: A paragraph for who reads the page on GitHub. The site leaves it out.
-ON_GITHUB = re.compile(r"^<!-- on GitHub -->\n.+?\n\n", re.MULTILINE | re.DOTALL)
-
 #: Where the page on conformance has its table.
 CLAUSES = "<!-- clauses -->"
 
@@ -83,7 +81,7 @@ def prepare(model: str, only: str | None = None) -> None:
     places |= {page: SOURCE / place for page, place in PAGES.items() if page.exists()}
     for page, place in places.items():
         place.parent.mkdir(parents=True, exist_ok=True)
-        text = relinked(ON_GITHUB.sub("", page.read_text()), page, place, places)
+        text = relinked(directives(page.read_text()), page, place, places)
         if CLAUSES in text:
             text = text.replace(CLAUSES, table_of_clauses())
         place.write_text(filled(text, place.parent / "plots"))

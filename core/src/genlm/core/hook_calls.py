@@ -161,8 +161,10 @@ class HookCalls:
             result = getattr(self._manager.hook, hook)(**arguments)
             if hook != "genlm_step":
                 return result
-            one = isinstance(result, Answer)  # itself a sequence
-            return (result,) if one or not isinstance(result, Iterable) else tuple(result)
+            if isinstance(result, Answer):  # itself a tuple
+                return (result,)
+            several = isinstance(result, (list, Iterable))
+            return tuple(result) if several else (result,)
         except asyncio.CancelledError as error:  # it would end the engine thread
             raise RuntimeError(CANCELLED) from error
         except BaseException as error:

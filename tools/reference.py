@@ -1,0 +1,180 @@
+"""Write the reference that GitHub shows into the pages of ``docs/reference``, from docstrings.
+
+A page has blocks such as::
+
+    <!-- reference: genlm.core.lm.AsyncLM inherited -->
+    ...
+    <!-- end of reference -->
+
+This script fills them. ``--check`` writes nothing and fails if a block is not what its docstrings
+say. The site shows the same docstrings with links between types: ``tools/site.py`` turns each block
+into a directive of mkdocstrings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = [*ROOT.glob("*/src"), *ROOT.glob("plugins/*/src")]
+PAGES = sorted(ROOT.glob("docs/reference/*.md"))
+
+#: A block: its beginning, the name of what it documents, whether with inherited members, its text.
+BLOCK = re.compile(
+    r"(<!-- reference: ([\w.]+)( inherited)? -->\n).*?(<!-- end of reference -->)", re.DOTALL
+)
+ROLE = re.compile(r":(?:class|meth|func|mod|data|attr|exc):`~?([\w.]+)`")
+
+#: What a signature may have in one line.
+WIDTH = 88
+
+
+def filled(page: str) -> str:
+    """A page with its blocks filled."""
+
+    def text(block: re.Match[str]) -> str:
+        return f"{block[1]}{documented(block[2], bool(block[3]))}{block[4]}"
+
+    return BLOCK.sub(text, page)
+
+
+def directives(page: str) -> str:
+    """A page with its blocks turned into directives of mkdocstrings."""
+
+    def directive(block: re.Match[str]) -> str:
+        lines = [f"::: {block[2]}"]
+        options = ["inherited_members: true"] if block[3] else []
+        if isinstance(found(block[2]), griffe.Module):
+            options += ["show_root_heading: false", "show_root_toc_entry: false"]
+        if options:
+            lines += ["    options:", *(f"      {option}" for option in options)]
+        return "\n".join(lines)
+
+    return BLOCK.sub(directive, page)
+
+
+def documented(name: str, inherited: bool) -> str:
+    """The text of a block."""
+    thing = found(name)
+    lines = [] if isinstance(thing, griffe.Module) else _heading(thing, 2)
+    lines += _text(thing)
+    for member in _members(thing, inherited):
+        lines += _heading(member, 2 if isinstance(thing, griffe.Module) else 3)
+        lines += _text(member)
+        if isinstance(thing, griffe.Module):
+            for inner in _members(member, inherited=False):
+                lines += [*_heading(inner, 3), *_text(inner)]
+    return "\n".join(lines).rstrip() + "\n\n"
+
+
+@functools.cache
+def found(name: str) -> Any:
+    """What has a name: a module, class or function, with its docstring."""
+    loaded = griffe.load(name, search_paths=SOURCES, docstring_parser="google")
+    while loaded.is_alias:
+        loaded = loaded.final_target
+    return loaded
+
+
+def _members(thing: Any, inherited: bool) -> Iterator[Any]:
+    """The public members that have a docstring, in the order of the source."""
+    if not isinstance(thing, griffe.Module | griffe.Class):
+        return
+    own = [member for member in thing.members.values() if not member.is_alias]
+    if inherited:
+        own += [member.final_target for member in thing.inherited_members.values()]
+    for member in own:
+        hidden = member.name.startswith("_") or member.docstring is None
+        if not (hidden or isinstance(member, griffe.Module)):
+            yield member
+
+
+def _heading(thing: Any, level: int) -> list[str]:
+    lines = [f"{'#' * level} `{thing.name}`", ""]
+    if isinstance(thing, griffe.Function | griffe.Class):
+        signature = thing.signature() or thing.name
+        if len(signature) > WIDTH:
+            inside, _, end = signature.partition("(")[2].rpartition(")")
+            parts = "".join(f"    {part},\n" for part in _split(inside))
+            signature = f"{thing.name}(\n{parts}){end}"
+        coroutine = "async " if "async" in getattr(thing, "labels", ()) else ""
+        lines += ["```py", f"{coroutine}{signature}", "```", ""]
+    return lines
+
+
+def _split(arguments: str) -> list[str]:
+    """The arguments of a signature: parted by the commas outside of brackets."""
+    parts, depth = [""], 0
+    for character in arguments:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def _text(thing: Any) -> list[str]:
+    """A docstring, section by section."""
+    lines: list[str] = []
+    for section in thing.docstring.parsed if thing.docstring else ():
+        value: Any = section.value
+        match section.kind.value:
+            case "text":
+                lines += [_prose(value), ""]
+            case "examples":
+                lines += ["Examples:", ""]
+                for kind, text in value:
+                    code = kind.value == "examples"
+                    lines += ["```pycon", text, "```", ""] if code else [_prose(text), ""]
+            case "admonition":
+                lines += [f"**{section.title}:** {_prose(value.contents)}", ""]
+            case kind:
+                title = {"parameters": "Arguments"}.get(kind, kind.capitalize())
+                lines += [f"{title}:", "", *map(_item, value), ""]
+    return lines
+
+
+def _item(item: Any) -> str:
+    """An argument, attribute, result or error, as an item of a list."""
+    name = getattr(item, "name", "") or (str(item.annotation) if item.annotation else "")
+    said = " ".join(_prose(item.description).split())
+    return f"- `{name}`: {said}" if name else f"- {said}"
+
+
+def _prose(text: str) -> str:
+    """Text of a docstring as Markdown: code and names of others as code."""
+    text = ROLE.sub(lambda role: f"`{role[1].rpartition('.')[2]}`", text).replace("``", "`")
+    return re.sub(r"::\n\n((?:    .*\n?|\n)+)", _block_of_code, text)
+
+
+def _block_of_code(indented: re.Match[str]) -> str:
+    code = re.sub(r"^    ", "", indented[1].rstrip(), flags=re.MULTILINE)
+    return f":\n\n```\n{code}\n```\n\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if pages are old")
+    check = parser.parse_args().check
+    logging.getLogger("griffe").setLevel(logging.ERROR)
+    old = [page for page in PAGES if filled(page.read_text()) != page.read_text()]
+    for page in old if not check else ():
+        page.write_text(filled(page.read_text()))
+    names = ", ".join(str(page.relative_to(ROOT)) for page in old)
+    if old and check:
+        sys.exit(f"reference: {names} is not what the docstrings say; python -m tools.reference")
+    print(f"reference: {names or 'nothing'} {'' if check else 'written'}".strip())
+
+
+if __name__ == "__main__":
+    main()
