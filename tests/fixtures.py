@@ -12,6 +12,10 @@ import pytest
 
 from tools import any_speed  # noqa: F401
 
+# By default a load is verified in a process of its own, which takes seconds. The tests that look
+# at this ask for it.
+os.environ.setdefault("GENLM_VERIFY", "0")
+
 
 def pytest_collection_finish() -> None:
     """What has been imported need not be searched for garbage by every test."""

@@ -89,6 +89,31 @@ def test_the_environment_turns_checking_on_and_off(mock, monkeypatch, value, che
         mock(wrappers=[coarse]).next_token_logprobs_sync([1])
 
 
+@pytest.mark.parametrize(
+    ("environment", "given", "verifies"),
+    [(None, None, None), ("1", None, True), ("0", None, False), ("0", True, True)],
+)
+def test_the_environment_asks_for_verification_where_no_option_does(
+    monkeypatch, environment, given, verifies
+):
+    if environment is not None:
+        monkeypatch.setenv("GENLM_VERIFY", environment)
+    else:
+        monkeypatch.delenv("GENLM_VERIFY", raising=False)
+    assert CoreOptions(verify=given).verification is verifies
+
+
+def test_a_backend_that_verifies_nothing_says_what_does():
+    with pytest.raises(InvalidOptionError, match="genlm verify mock --backend mock"):
+        load_model_by_name("mock", "mock", verify=True)
+    load_model_by_name("mock", "mock", verify=False).close()
+
+
+def test_a_model_without_a_folder_cannot_be_verified(mock):
+    with pytest.raises(InvalidOptionError, match="load it by name"):
+        mock(verify=True)
+
+
 # --- names ----------------------------------------------------------------------------------------
 
 
@@ -103,7 +128,7 @@ def test_an_unknown_option_is_answered_with_all_that_there_are():
         "backend 'mine' has no option kv_cache_byte, batchsize, xyzzy (did you mean "
         "kv_cache_bytes, batch_size?); "
         "it has kv_cache_bytes, dtype; every backend has batch_size, timeout, cache_size, "
-        "cache_opts, check, wrappers"
+        "cache_opts, check, verify, wrappers"
     )
 
 

@@ -70,7 +70,7 @@ A misspelt hook is an error when the model loads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -112,7 +112,11 @@ def genlm_backend_info() -> BackendInfo:
 
 
 @hookspec(firstresult=True)
-def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
+def genlm_load(
+    model: str,
+    options: Mapping[str, object],
+    verify: bool | Callable[[Any], None] | None,
+) -> Engine:
     """Load ``model`` and return the engine object. Required.
 
     Called once per model, on its engine thread, before any other hook. Import the engine here, not
@@ -123,6 +127,10 @@ def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
         options: The user's options, without those of the core (``batch_size``, ``timeout``,
             ``cache_size``, ...). Refuse unknown names with
             :func:`~genlm.core.options.refuse_unknown`.
+        verify: Whether to compare rows with those of the library that the model's folder is made
+            for, and to refuse a model whose rows differ; a function gets the report instead.
+            ``None`` is the plugin's own choice. Naming the argument says that the plugin verifies:
+            :func:`genlm.kit.verify.loading.load_verified` does it.
 
     Raises:
         Exception: any; it reaches the user unchanged.

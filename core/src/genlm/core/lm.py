@@ -123,6 +123,11 @@ class AsyncLM(GenerationMixin):
             )
         refuse_unknown(backend, [name for name in options if name not in CORE])
         core = CoreOptions(**options)
+        if core.verify:
+            raise InvalidOptionError(
+                "verify compares a model with the folder that it is loaded from; load it by name: "
+                "load_model_by_name(folder, backend, verify=True)"
+            )
         wrappers = [*self._installed_wrappers(), *core.wrappers]
         self._cache = cache = core.output_cache()
         self._adapters = adapters = AdapterRegistry()
@@ -167,8 +172,14 @@ class AsyncLM(GenerationMixin):
         """
         core, own = CoreOptions.split(options)
         chosen = find_backend(backend)
+        verify = CoreOptions(**core).verification
+        if core.pop("verify", None) and not chosen.verifies:
+            raise InvalidOptionError(
+                f"backend {chosen.name!r} verifies no models; leave out verify, and compare its "
+                f"rows by `genlm verify {model} --backend {chosen.name}`"
+            )
         lm = cls.__new__(cls)
-        AsyncLM.__init__(lm, lambda: chosen.load(model, own), backend=chosen.name, **core)
+        AsyncLM.__init__(lm, lambda: chosen.load(model, own, verify), backend=chosen.name, **core)
         lm._name = model
         return lm
 

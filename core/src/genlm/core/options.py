@@ -37,6 +37,11 @@ class CoreOptions:
             ``None`` asks the environment (``GENLM_CHECK=1``). Without it the values of the first
             rows and scores are checked, with ``False`` none. With it, errors of the engine keep
             the local variables of its calls, for a debugger.
+        verify: Compare the rows of a model with those of the library that its folder is made for,
+            as it is loaded, and refuse it where they differ by more than rounding
+            (``genlm verify`` says more); ``False`` never. ``None`` asks the environment
+            (``GENLM_VERIFY=1`` or ``0``); without it the backend decides. A function gets the
+            report, and nothing is refused.
         wrappers: Objects that change rows, by ``genlm_process_logprobs``, or observe the engine's
             calls, by ``genlm_call_begins`` and ``genlm_call_ended`` (see
             :mod:`genlm.core.hookspecs`).
@@ -47,6 +52,7 @@ class CoreOptions:
     cache_size: int | None = None
     cache_opts: Mapping[str, Any] | None = None
     check: bool | Callable[[PluginError], None] | None = None
+    verify: bool | Callable[[Any], None] | None = None
     wrappers: Sequence[object] = ()
 
     @staticmethod
@@ -60,6 +66,8 @@ class CoreOptions:
         integer("cache_size", self.cache_size, least=0, optional=True)
         if not callable(self.check):
             flag("check", self.check)
+        if not callable(self.verify):
+            flag("verify", self.verify)
         number(
             "timeout",
             self.timeout,
@@ -113,6 +121,14 @@ class CoreOptions:
     def keeps_frames(self) -> bool:
         """Whether errors keep the local variables of the calls that they have ended."""
         return self.violated is _raise
+
+    @property
+    def verification(self) -> bool | Callable[[Any], None] | None:
+        """Whether the model is verified, as the user or the environment wants it."""
+        environment = os.environ.get("GENLM_VERIFY")
+        if self.verify is not None or environment is None:
+            return self.verify
+        return environment.lower() not in OFF
 
     @property
     def violated(self) -> Callable[[PluginError], None] | None:

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from attrs import frozen
 
@@ -79,15 +80,28 @@ class Backend:
             )
         return info
 
-    def load(self, model: str, options: Mapping[str, object]) -> Engine:
-        """Load a model. Call it on the engine thread."""
+    @property
+    def verifies(self) -> bool:
+        """Whether it can compare the rows of what it loads with those of another library."""
+        return self._hooks("genlm_load").supports("genlm_load", "verify")
+
+    def load(self, model: str, options: Mapping[str, object], verify: Any = None) -> Engine:
+        """Load a model. Call it on the engine thread.
+
+        Args:
+            model, options: See :func:`genlm.core.hookspecs.genlm_load`.
+            verify: See there; a backend that does not name it loads as it does.
+
+        Raises:
+            BackendUnavailableError: the backend cannot run here.
+        """
         info = self.info()
         if not info.available:
             raise BackendUnavailableError(
                 f"backend {self.name!r} cannot run on this machine: {info.unavailable}"
             )
         hooks = self._hooks("genlm_load")
-        engine: Engine = hooks.call("genlm_load", model=model, options=options)
+        engine: Engine = hooks.call("genlm_load", model=model, options=options, verify=verify)
         return engine
 
     def _hooks(self, needed: str) -> HookCalls:

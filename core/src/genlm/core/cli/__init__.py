@@ -25,7 +25,7 @@ COMMANDS = (sample, top, backends)
 
 #: Subcommands of other distributions, which may not be installed.
 ELSEWHERE = {
-    "doctor": "genlm-kit",
+    **dict.fromkeys(("doctor", "verify"), "genlm-kit"),
     **dict.fromkeys(("bench", "conformance", "new-plugin"), "genlm-conformance"),
 }
 

@@ -81,11 +81,24 @@ def prompt_ids(lm: AsyncLM, options: argparse.Namespace) -> list[int]:
     )
 
 
+def own_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of the backend that ``--option`` gives."""
+    return dict(parsed("--option", given) for given in options.option)
+
+
 @contextlib.contextmanager
-def loaded(options: argparse.Namespace, backend: str | None) -> Iterator[tuple[AsyncLM, TextIO]]:
+def loaded(
+    options: argparse.Namespace, backend: str | None, **more: Any
+) -> Iterator[tuple[AsyncLM, TextIO]]:
     """The model, and where the command's own output goes: what the engine prints in the meantime
-    goes to the standard error."""
-    own = dict(parsed("--option", given) for given in options.option)
+    goes to the standard error.
+
+    Args:
+        options: Of the command.
+        backend: Where to load it.
+        **more: Options of the load that the command itself gives.
+    """
+    own = {**own_options(options), **more}
     if not sys.stderr.isatty():  # before transformers is imported, whose bars know no better
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     out = sys.stdout

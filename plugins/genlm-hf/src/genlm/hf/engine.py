@@ -52,6 +52,7 @@ class HFEngine:
 
     Attributes:
         tokenizer, vocab_size, max_context, device, model: See :class:`genlm.core.types.Engine`.
+        dtype: In which type it computes.
         lacking: Why hooks are not there, by their names.
         reuse: How key/value state is reused with this model, found out by a probe.
     """
@@ -88,6 +89,7 @@ class HFEngine:
         self.vocab_size: int = _vocab_size(model, self._config)
         self.max_context = longest_context(model)
         self.device = str(model.device)
+        self.dtype = str(model.dtype).removeprefix("torch.")
         self._kind = self._kind_of(model)
         generation = getattr(model, "generation_config", None)
         self.eos_token_ids = ids_of(getattr(generation, "eos_token_id", None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from genlm.core import BackendInfo, hookimpl
 from genlm.core.types import Engine
@@ -20,7 +21,7 @@ def genlm_backend_info() -> BackendInfo:
 
 
 @hookimpl
-def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
+def genlm_load(model: str, options: Mapping[str, object], verify: Any) -> Engine:
     """Load a model folder, a folder with a GGUF file, or a hub name; the options are those of
     ``HFOptions``."""
     from genlm.hf.options import HFOptions
@@ -30,6 +31,11 @@ def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
         require_model(model, ("config.json", "*.gguf"))
     from genlm.hf.engine import HFEngine
     from genlm.hf.loading import load_pretrained
+    from genlm.hf.verified import subject_of
+    from genlm.kit.verify.loading import load_verified
 
-    hf_model, hf_tokenizer = load_pretrained(model, parsed)
-    return HFEngine(hf_model, hf_tokenizer, parsed)
+    def load(name: str) -> HFEngine:
+        hf_model, hf_tokenizer = load_pretrained(name, parsed)
+        return HFEngine(hf_model, hf_tokenizer, parsed)
+
+    return load_verified(subject_of(model, options, parsed), verify, load)

@@ -1,0 +1,95 @@
+"""Which contexts are compared: a few short ones, and some beyond each threshold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from random import Random
+from typing import Any
+
+from attrs import frozen
+
+from genlm.kit.scaled_copy import thresholds
+
+#: How long contexts are that no threshold concerns.
+SHORT = (5, 13, 24)
+
+#: By how many tokens contexts go beyond a threshold.
+BEYOND = (2, 5, 9)
+
+#: Settings that name tokens: a model may treat them in a way of its own.
+NAMES_A_TOKEN = re.compile(r"token_(id|ids|index|indices)$")
+
+#: Embeddings beyond this part of them may be padding, and have never been trained.
+TRAINED = 0.9
+
+
+@frozen
+class Group:
+    """Contexts that test one thing.
+
+    Attributes:
+        about: What that is, for people.
+        contexts: Their token ids; at least one.
+    """
+
+    about: str
+    contexts: tuple[tuple[int, ...], ...]
+
+
+@frozen
+class Chosen:
+    """The contexts of a model.
+
+    Attributes:
+        groups: Those to compare.
+        too_long: The thresholds beyond which none is: their names, and their values.
+    """
+
+    groups: tuple[Group, ...]
+    too_long: Mapping[str, int]
+
+
+def choose(config: Any, longest: int) -> Chosen:
+    """Choose contexts for a configuration of transformers.
+
+    Args:
+        config: Of the whole model.
+        longest: How many tokens a context may have.
+    """
+    settings = config.to_dict()
+    ids = _ids(config, settings, longest)
+    found = {one.value: ".".join(one.path) for one in thresholds(settings)}
+    within = min(found, default=longest)
+    lengths = sorted({min(length, within, longest) for length in SHORT})
+    groups = [Group("short contexts", tuple(ids[:length] for length in lengths))]
+    too_long = {}
+    for value, name in sorted(found.items()):
+        if value + max(BEYOND) > longest:
+            too_long[name] = value
+        else:
+            contexts = tuple(ids[: value + more] for more in BEYOND)
+            groups.append(Group(f"beyond {name}={value}", contexts))
+    return Chosen(tuple(groups), too_long)
+
+
+def _ids(config: Any, settings: Mapping[str, Any], length: int) -> tuple[int, ...]:
+    """Random tokens, of which a model treats none in a way of its own; the first is that with which
+    its texts begin."""
+    text = config.get_text_config(decoder=True)
+    own = set(_tokens(settings))
+    ordinary = [token for token in range(int(text.vocab_size * TRAINED) or 1) if token not in own]
+    ids = Random(0).choices(ordinary or [0], k=length)
+    begins = getattr(text, "bos_token_id", None)
+    if isinstance(begins, int) and 0 <= begins < text.vocab_size:
+        ids[0] = begins
+    return tuple(ids)
+
+
+def _tokens(settings: Mapping[str, Any]) -> Iterator[int]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _tokens(value)
+        elif isinstance(name, str) and NAMES_A_TOKEN.search(name):
+            several = value if isinstance(value, list) else [value]
+            yield from (one for one in several if isinstance(one, int))

@@ -1,0 +1,64 @@
+"""Which setting explains that an engine's rows are others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from genlm.kit.scaled_copy import INNER_WIDTH, LAYERS, WIDTH
+
+#: Settings that say nothing of the computation, or on which the shapes of weights depend.
+NOT_TRIED = re.compile(
+    r"token_(id|ids|index)$|dropout|initializer|label|architectures|dtype|name_or|version|cache"
+    r"|^output_|return_dict|vocab|num_.*heads|model_type|_attn_impl|max_position|id2|layer_types"
+)
+
+
+def defaults(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Settings that differ from the family's defaults: what to say of each, and the change that
+    puts it there."""
+    text = config.get_text_config(decoder=True)
+    part = next((n for n in config.sub_configs if getattr(config, n, None) is text), None)
+    try:
+        usual = type(text)().to_dict()
+    except Exception:  # some classes have none
+        return
+    for name, value in text.to_dict().items():
+        if name not in usual or value == usual[name] or _is_size(name):
+            continue
+        changes = {name: usual[name]}
+        yield f"{name}={usual[name]!r}", {part: changes} if part else changes
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default":
+        plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta")}
+        changes = {"rope_parameters": plain, "rope_scaling": None}
+        yield f"rope_parameters={plain!r}", {part: changes} if part else changes
+
+
+def apart(rows: np.ndarray, others: np.ndarray) -> float:
+    """How far rows ``[contexts, tokens]`` are apart, in nats: the largest difference of a row,
+    and of several rows the median.
+
+    One row may be far off where all is right: in half precision, a choice among experts may fall
+    otherwise by rounding.
+    """
+    width = min(rows.shape[-1], others.shape[-1])
+    rows, others = (_normalised(each[:, :width]) for each in (rows, others))
+    with np.errstate(invalid="ignore"):
+        off = np.abs(rows - others)
+    off[rows == others] = 0.0
+    return float(np.median(np.nan_to_num(off, nan=np.inf, posinf=np.inf).max(-1)))
+
+
+def _normalised(rows: np.ndarray) -> np.ndarray:
+    """Log-probabilities over the tokens that are left."""
+    normalised: np.ndarray = torch.from_numpy(rows).log_softmax(-1).numpy()
+    return normalised
+
+
+def _is_size(name: str) -> bool:
+    return name in LAYERS or any(kind.search(name) for kind in (NOT_TRIED, WIDTH, INNER_WIDTH))

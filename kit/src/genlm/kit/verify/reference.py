@@ -1,0 +1,151 @@
+"""The process that computes rows with transformers, as it is asked from here."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from attrs import evolve
+
+from genlm.core.checks import describe_error
+from genlm.kit.verify.contexts import Group
+from genlm.kit.verify.subject import Subject, size_of
+from genlm.kit.verify.transformers_rows import (
+    Answer,
+    Choose,
+    Compute,
+    Explain,
+    Source,
+    Unknown,
+)
+
+PROGRAM = "genlm.kit.verify.transformers_rows"
+
+#: What it finds in its environment: no accelerator, no network, no bars.
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+class Unanswered(Exception):
+    """There are no rows to compare with; says why."""
+
+
+class Reference:
+    """transformers' own rows of a model. A context manager: the process ends with it.
+
+    Args:
+        subject: The model.
+        folder: Where its files are.
+        adapter: The folder of a LoRA adapter.
+
+    Raises:
+        Unanswered: the process cannot be started.
+    """
+
+    def __init__(self, subject: Subject, folder: Path, adapter: str | None = None) -> None:
+        self._scratch = tempfile.TemporaryDirectory()
+        self._source = Source(
+            str(folder), dict(subject.changes), size_of(folder), self._scratch.name, adapter
+        )
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        path = [entry for entry in sys.path if entry]
+        inherited = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", PROGRAM],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=inherited,
+            )
+        except (OSError, TypeError) as error:  # the latter where Python does not know its own name
+            raise Unanswered(f"no Python can be started here: {describe_error(error)}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+        self._scratch.cleanup()
+
+    @contextmanager
+    def ended_after(self, seconds: float | None) -> Iterator[None]:
+        """End the process if it takes longer; ``None`` is no limit."""
+        timer = threading.Timer(seconds or 0.0, self._process.kill)
+        if seconds is not None:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def begin(self, longest: int) -> None:
+        """Ask for the contexts to compare, of at most so many tokens, and their rows; the process
+        works on that until :meth:`chosen` is called."""
+        self._ask(Choose(self._source, longest))
+
+    def chosen(self) -> Answer:
+        """Raises: Unanswered: transformers cannot compute them."""
+        answer: Answer = self._answer()
+        return answer
+
+    def rows(self, groups: Sequence[Group], dtype: str) -> tuple[np.ndarray, ...]:
+        """The rows as transformers computes them in another type.
+
+        Raises:
+            Unanswered: transformers cannot compute them.
+        """
+        self._ask(Compute(evolve(self._source, dtype=dtype), tuple(groups)))
+        rows: tuple[np.ndarray, ...] = self._answer()
+        return rows
+
+    def explanation(self, group: Group, rows: np.ndarray, allowed: float) -> str | None:
+        """The setting with whose default transformers computes these rows.
+
+        Raises:
+            Unanswered: transformers fails.
+        """
+        self._ask(Explain(self._source, group.contexts, rows, allowed))
+        name: str | None = self._answer()
+        return name
+
+    def _ask(self, question: object) -> None:
+        assert self._process.stdin is not None
+        try:
+            pickle.dump(question, self._process.stdin)
+            self._process.stdin.flush()
+        except OSError:
+            raise Unanswered(self._last_words()) from None
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        try:
+            answer = pickle.load(self._process.stdout)
+        except EOFError:
+            raise Unanswered(self._last_words()) from None
+        if isinstance(answer, Unknown):
+            raise Unanswered(answer.why)
+        return answer
+
+    def _last_words(self) -> str:
+        """What to say of a process that has ended."""
+        self._process.wait()
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").strip().splitlines()
+        words = said[-1] if said else f"exit code {self._process.returncode}"
+        return f"the process that runs transformers has ended ({words:.300})"

@@ -1,0 +1,113 @@
+"""What was compared, how far rows are apart, and how far rounding explains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from genlm.kit.verify.subject import Subject
+
+#: How far rows may be apart in float32, nats: engines compute GELU exactly or approximately, and
+#: graphics processors round what they multiply.
+CLOSE = 2e-2
+
+#: By how many times an engine's rounding may exceed that of transformers in the same type.
+ROUNDING_MARGIN = 3.0
+
+
+def allowed(noise: float) -> float:
+    """How far rows may be apart, nats.
+
+    Args:
+        noise: How far transformers' own rows are apart in float32 and in the engine's type.
+    """
+    return max(CLOSE, ROUNDING_MARGIN * noise)
+
+
+@frozen
+class Compared:
+    """Rows of one group of contexts.
+
+    Attributes:
+        about: What the contexts test.
+        lengths: How many tokens each has.
+        apart: How far the engine's rows and transformers' are apart, nats.
+        allowed: How far they may be, nats.
+    """
+
+    about: str
+    lengths: tuple[int, ...]
+    apart: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.apart <= self.allowed
+
+    def __str__(self) -> str:
+        verdict = "right" if self.passed else "WRONG"
+        lengths = ", ".join(map(str, self.lengths))
+        return (
+            f"{verdict}  {self.about}: {lengths} tokens, {self.apart:.1e} nats apart "
+            f"(rounding explains {self.allowed:.1e})"
+        )
+
+
+@frozen
+class Report:
+    """The outcome of a verification.
+
+    Attributes:
+        subject: The model.
+        dtype: In which type the engine computes.
+        compared: What was compared.
+        left_out: What was not, and why.
+        computes: The setting that the engine computes in place of the configuration's, where one
+            explains the difference.
+        other_files: Files of weights that transformers does not read.
+        seconds: How long the load had to wait for transformers' rows.
+    """
+
+    subject: Subject
+    dtype: str
+    compared: Sequence[Compared]
+    left_out: Sequence[str]
+    computes: str | None
+    other_files: Sequence[str]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return all(one.passed for one in self.compared)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.subject.model}: {self.subject.engine} in {self.dtype}, beside transformers",
+            *map(str, self.compared),
+            *(f"not compared: {each}" for each in self.left_out),
+        ]
+        if not self.passed:
+            lines.append(self.refusal())
+        return "\n".join(lines)
+
+    def refusal(self) -> str:
+        """Why the model is refused, and what to do."""
+        worst = max((one for one in self.compared if not one.passed), key=lambda one: one.apart)
+        lengths = ", ".join(map(str, worst.lengths))
+        return (
+            f"{self.subject.engine} serves another model than {self.subject.model!r} describes: "
+            f"rows of {lengths} tokens ({worst.about}) are {worst.apart:.2g} nats from "
+            f"transformers', where rounding explains {worst.allowed:.2g}"
+            f"{self._reason()}; load it with backend='hf', or with verify=False to take these rows"
+        )
+
+    def _reason(self) -> str:
+        if self.computes:
+            return f"; its rows are those of {self.computes}, which the folder does not say"
+        if self.other_files:
+            return (
+                f"; it may have read {', '.join(self.other_files[:3])}, which transformers does "
+                "not read"
+            )
+        return ""

@@ -1,0 +1,118 @@
+"""What is verified: a model, as an engine's options change it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+#: Distributions whose versions may change rows, beside the engine's.
+LIBRARIES = ("genlm-kit", "torch", "transformers")
+
+#: Files that hold weights.
+WEIGHTS = ("*.safetensors", "*.bin")
+
+#: Seconds that the process needs to import transformers, and for each gigabyte of weights: measured
+#: on two cores of a busy machine.
+SECONDS_TO_START, SECONDS_PER_GB = 5.0, 4.0
+
+
+@frozen(kw_only=True)
+class Subject:
+    """A model and what the options say of it.
+
+    Attributes:
+        model: A folder or a hub name, as the user gave it.
+        engine: The distribution that provides the engine, for messages and its version.
+        backend: The backend's name, for the command that messages name.
+        options: The options that it is loaded with.
+        revision, cache_dir: Of a hub name.
+        changes: Settings that the options change, as if they stood in ``config.json``.
+        unknown: Why there is nothing to compare with: the options ask for another model than
+            the folder's, such as random weights, or for other arithmetic.
+        by_default: Whether a load verifies the model unless it is told not to.
+    """
+
+    model: str
+    engine: str
+    backend: str
+    options: Mapping[str, Any] = field(factory=dict)
+    revision: str | None = None
+    cache_dir: str | None = None
+    changes: Mapping[str, Any] = field(factory=dict)
+    unknown: str | None = None
+    by_default: bool = True
+
+    @property
+    def command(self) -> str:
+        """What verifies it."""
+        given = " ".join(
+            f"--option {name}='{json.dumps(value, default=repr)}'"
+            for name, value in self.options.items()
+            if value
+        )
+        return f"genlm verify {self.model} --backend {self.backend} {given}".rstrip()
+
+    def folder(self) -> Path | None:
+        """Where its files are; ``None`` where they have not been downloaded yet."""
+        if Path(self.model).is_dir():
+            return Path(self.model)
+        if Path(self.model).exists():
+            return None  # one file, such as a GGUF
+        try:
+            from huggingface_hub import try_to_load_from_cache
+
+            held = try_to_load_from_cache(
+                self.model, "config.json", cache_dir=self.cache_dir, revision=self.revision
+            )
+        except (ImportError, ValueError):  # no name that the hub could have
+            return None
+        return Path(held).parent if isinstance(held, str) else None
+
+    def versions(self) -> dict[str, str]:
+        """The versions of all that may change its rows."""
+        found = {}
+        for name in (self.engine, *LIBRARIES):
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                found[name] = ""
+        return found
+
+
+def weights_in(folder: Path) -> list[Path]:
+    """The files of weights that transformers reads in a folder."""
+    single = folder / "model.safetensors"
+    if single.exists():
+        return [single]
+    for index in folder.glob("*.index.json"):
+        try:
+            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        except (ValueError, KeyError, AttributeError):
+            continue
+        return sorted({folder / name for name in named})
+    return _all(folder, WEIGHTS)
+
+
+def others_in(folder: Path) -> list[str]:
+    """Files of weights that an engine may read, and transformers does not."""
+    read = weights_in(folder)
+    return [file.name for file in _all(folder, ("*.safetensors",)) if file not in read]
+
+
+def size_of(folder: Path) -> int:
+    """The bytes of its weights."""
+    return sum(file.stat().st_size for file in weights_in(folder) if file.exists())
+
+
+def seconds_for(folder: Path) -> float:
+    """About how long transformers takes for the rows of a few short contexts."""
+    return SECONDS_TO_START + SECONDS_PER_GB * size_of(folder) / 1e9
+
+
+def _all(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted(file for pattern in patterns for file in folder.glob(pattern))

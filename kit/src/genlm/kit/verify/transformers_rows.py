@@ -1,0 +1,246 @@
+"""The process that computes rows with transformers: ``python -m``
+``genlm.kit.verify.transformers_rows``.
+
+It is a process of its own, because engines change transformers' classes: a model of a class that
+vLLM has run cannot be made beside it. It reads pickled questions from its standard input, and
+writes pickled answers to its standard output, until the input ends.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import evolve, frozen
+
+from genlm.core.checks import describe_error
+from genlm.kit.verify import contexts, guilty
+from genlm.kit.verify.contexts import Chosen, Group
+
+#: How many bytes of weights are held in memory; more are read from disk layer by layer.
+IN_MEMORY = 2 << 30
+
+
+@frozen
+class Source:
+    """What transformers loads.
+
+    Attributes:
+        folder: The model's.
+        changes: Settings as if they stood in its ``config.json``.
+        size: The bytes of its weights.
+        scratch: A folder to write into.
+        adapter: The folder of a LoRA adapter, for PEFT.
+        dtype: In which type it computes.
+    """
+
+    folder: str
+    changes: Mapping[str, Any]
+    size: int
+    scratch: str
+    adapter: str | None = None
+    dtype: str = "float32"
+
+
+@frozen
+class Choose:
+    """The question which contexts to compare, and what rows they have."""
+
+    source: Source
+    longest: int
+
+
+@frozen
+class Compute:
+    """The question what rows contexts have: an array ``[contexts, vocabulary]`` for each group."""
+
+    source: Source
+    groups: tuple[Group, ...]
+
+
+@frozen
+class Explain:
+    """The question which setting an engine computes otherwise, that has these rows."""
+
+    source: Source
+    contexts: tuple[tuple[int, ...], ...]
+    rows: np.ndarray
+    allowed: float
+
+
+@frozen
+class Unknown:
+    """The answer that transformers cannot compute it."""
+
+    why: str
+
+
+@frozen
+class Answer:
+    """The rows of groups of contexts.
+
+    Attributes:
+        chosen: The contexts.
+        rows: For each group float32 log-probabilities ``[contexts, vocabulary]``.
+        dtype: The type of the checkpoint's weights.
+    """
+
+    chosen: Chosen
+    rows: tuple[np.ndarray, ...]
+    dtype: str
+
+
+class CannotCompute(Exception):
+    """transformers cannot compute the model; says why."""
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print must not be among the answers
+    while True:
+        try:
+            question = pickle.load(questions)
+        except EOFError:
+            return
+        try:
+            answer: object = answer_to(question)
+        except CannotCompute as error:
+            answer = Unknown(str(error))
+        except Exception as error:  # a model's code may raise anything
+            answer = Unknown(f"transformers fails on it ({describe_error(error):.300})")
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+def answer_to(question: object) -> object:
+    """Raises: CannotCompute, or whatever transformers raises."""
+    if isinstance(question, Choose):
+        config = configuration(question.source)
+        limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        longest = min(question.longest, limit or question.longest)
+        chosen = contexts.choose(config, longest)
+        found = rows_of(question.source, chosen.groups)
+        return Answer(chosen, found, str(config.dtype or "float32").removeprefix("torch."))
+    if isinstance(question, Compute):
+        return rows_of(question.source, question.groups)
+    if isinstance(question, Explain):
+        return explanation(question)
+    raise TypeError(f"no such question: {question!r}")
+
+
+def rows_of(source: Source, groups: Sequence[Group]) -> tuple[np.ndarray, ...]:
+    """Raises: CannotCompute: a row is not finite."""
+    model = load(source)
+    found = []
+    for group in groups:
+        with torch.inference_mode():
+            rows = [
+                model(input_ids=torch.tensor([each]), use_cache=False).logits[0, -1].float()
+                for each in group.contexts
+            ]
+        found.append(torch.stack(rows).log_softmax(-1).numpy())
+        if np.isnan(found[-1]).any():
+            raise CannotCompute(f"transformers' own rows of {group.about} are NaN")
+    return tuple(found)
+
+
+def explanation(question: Explain) -> str | None:
+    """The setting with whose default transformers has these rows."""
+    config = configuration(question.source)
+    for name, changes in guilty.defaults(config):
+        source = evolve(question.source, changes={**question.source.changes, **changes})
+        try:
+            (rows,) = rows_of(source, [Group(name, question.contexts)])
+        except Exception:  # such as weights of another shape
+            continue
+        if guilty.apart(rows, question.rows) <= question.allowed:
+            return name
+    return None
+
+
+def configuration(source: Source) -> Any:
+    """The configuration with the changes of the options.
+
+    Raises:
+        CannotCompute: transformers does not know the family, or would run code of the model's.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+    settings, _ = PretrainedConfig.get_config_dict(source.folder)
+    family = settings.get("model_type")
+    if family not in CONFIG_MAPPING:
+        raise CannotCompute(
+            f"transformers has no family {family!r}"
+            + (", and code of the folder's own is not run" if "auto_map" in settings else "")
+        )
+    if settings.get("quantization_config") or settings.get("quantization"):
+        raise CannotCompute("its weights are quantised, and engines round them in their own ways")
+    if not source.changes:
+        return AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+    merged = _merged(settings, source.changes)
+    return CONFIG_MAPPING[merged["model_type"]].from_dict(merged)
+
+
+def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with changes; the parts of a model that also sees have settings of their own."""
+    merged = dict(settings)
+    for name, value in changes.items():
+        part = settings.get(name)
+        if name.endswith("_config") and isinstance(part, Mapping) and isinstance(value, Mapping):
+            merged[name] = _merged(part, value)
+        else:
+            merged[name] = value
+    return merged
+
+
+@lru_cache(maxsize=1)
+def _loaded(key: bytes) -> Any:
+    source: Source = pickle.loads(key)
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    config = configuration(source)
+    options: dict[str, Any] = {
+        "attn_implementation": "eager",  # transformers' other ones leave settings out
+        "dtype": getattr(torch, source.dtype),
+        "output_loading_info": True,
+    }
+    if source.size > IN_MEMORY:
+        if find_spec("accelerate") is None:
+            raise CannotCompute(
+                f"{source.size / 1e9:.1f} GB of weights are read layer by layer with accelerate, "
+                "which is not installed; pip install accelerate"
+            )
+        options |= {"device_map": {"": "disk"}, "offload_folder": source.scratch}
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    kind = AutoModelForCausalLM if known else AutoModelForMultimodalLM
+    model, found = kind.from_pretrained(source.folder, config=copy.deepcopy(config), **options)
+    missing = {*found["missing_keys"], *map(str, found["mismatched_keys"])}
+    if missing:
+        raise CannotCompute(
+            f"transformers finds no weights for {sorted(missing)[0]} ({len(missing)} in all)"
+        )
+    if source.adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, source.adapter)
+    return model.eval()
+
+
+def load(source: Source) -> Any:
+    """The model, or the one of the question before."""
+    return _loaded(pickle.dumps(source))
+
+
+if __name__ == "__main__":
+    from genlm.kit.verify import transformers_rows  # so that classes have their usual names
+
+    transformers_rows.main()

@@ -1,0 +1,40 @@
+"""What of a model is compared with transformers' own rows of its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from genlm.hf.options import HFOptions
+from genlm.kit.verify.subject import Subject
+
+#: Arguments of ``from_pretrained`` that name other weights than the folder's, or other arithmetic.
+OTHER_MODEL = (
+    "gguf_file",
+    "ignore_mismatched_sizes",
+    "key_mapping",
+    "quantization_config",
+    "state_dict",
+    "subfolder",
+    "variant",
+)
+
+
+def subject_of(model: str, options: Mapping[str, Any], parsed: HFOptions) -> Subject:
+    """What is verified: only where it is asked for, since the rows are transformers' already."""
+    given = dict(parsed.hf_opts)
+    other = [name for name in OTHER_MODEL if given.get(name)]
+    if parsed.bitsandbytes_opts:
+        other.append("bitsandbytes_opts")
+    config: Any = given.get("config")
+    return Subject(
+        model=model,
+        engine="transformers",
+        backend="hf",
+        options=options,
+        revision=given.get("revision"),
+        cache_dir=given.get("cache_dir"),
+        changes=config.to_dict() if hasattr(config, "to_dict") else {},
+        unknown=f"{other[0]} asks for another model than the folder's" if other else None,
+        by_default=False,
+    )

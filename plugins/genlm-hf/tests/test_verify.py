@@ -1,0 +1,243 @@
+"""A model is compared with transformers' own rows of its folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from attrs import frozen
+from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, MistralConfig
+
+from genlm.core import EngineError, Query, load_model_by_name
+from genlm.core.cli import main
+from genlm.kit.verify.contexts import choose
+from genlm.kit.verify.loading import load_verified
+from genlm.kit.verify.report import Report
+from genlm.kit.verify.subject import Subject, seconds_for
+from tests.conftest import install  # noqa: F401
+from tools.tiny import write_tokenizer
+
+SIZES = {
+    "vocab_size": 258, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 256,
+    "eos_token_id": 257, "pad_token_id": 257, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def write(folder: Path, config: Any) -> Path:
+    """A folder with a random model: norms and biases too, which are 1 and 0 in a new one."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.add_(0.3 * torch.randn_like(one))
+    model.save_pretrained(folder)
+    write_tokenizer(folder, "<begin>", "<end>")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma with biases."""
+    return write(tmp_path_factory.mktemp("biased"), GemmaConfig(**SIZES, attention_bias=True))
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mistral with a window of 30 tokens."""
+    return write(tmp_path_factory.mktemp("windowed"), MistralConfig(**SIZES, sliding_window=30))
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where proofs are remembered."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def logged() -> Iterator[list[Any]]:
+    """The events of the log."""
+    with structlog.testing.capture_logs() as events:
+        yield events
+
+
+@frozen(eq=False)
+class Other:
+    """An engine that computes a folder with other settings than its own."""
+
+    model: Any
+    max_context: int | None = None
+    dtype: str = "float32"
+
+    @classmethod
+    def with_(cls, folder: Path, **settings: Any) -> Other:
+        config = AutoConfig.from_pretrained(folder)
+        config.update(settings)
+        return cls(AutoModelForCausalLM.from_pretrained(folder, config=config))
+
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        with torch.inference_mode():
+            (row,) = self.model(torch.tensor([queries[0].token_ids])).logits[:, -1]
+        return row.log_softmax(-1)[None]
+
+
+def subject(folder: Path, **more: Any) -> Subject:
+    return Subject(model=str(folder), engine="other", backend="other", **more)
+
+
+def test_a_sound_model_is_compared_within_and_beyond_its_window(windowed):
+    reports: list[Report] = []
+    load_model_by_name(str(windowed), "hf", verify=reports.append).close()
+    short, beyond = reports[0].compared
+    assert short.lengths == (5, 13, 24)
+    assert (beyond.about, beyond.lengths) == ("beyond sliding_window=30", (32, 35, 39))
+    assert max(short.apart, beyond.apart) < 1e-4
+    assert reports[0].passed
+
+
+def test_a_sound_model_in_half_precision_passes(windowed):
+    reports: list[Report] = []
+    load_model_by_name(str(windowed), "hf", dtype="bfloat16", verify=reports.append).close()
+    assert reports[0].dtype == "bfloat16"
+    assert all(1e-4 < one.apart <= one.allowed for one in reports[0].compared)
+
+
+def test_biases_that_are_left_out_are_refused_by_the_name_of_their_setting(biased):
+    with pytest.raises(EngineError, match=r"5, 13, 24 tokens .* those of attention_bias=False"):
+        load_verified(subject(biased), True, lambda name: Other.with_(biased, attention_bias=False))
+
+
+def test_a_window_that_is_left_out_is_found_beyond_it(windowed):
+    reports: list[Report] = []
+    load_verified(
+        subject(windowed), reports.append, lambda name: Other.with_(windowed, sliding_window=None)
+    )
+    short, beyond = reports[0].compared
+    assert (short.passed, beyond.passed) == (True, False)
+
+
+def test_the_options_changes_are_part_of_what_is_compared(windowed):
+    changed = subject(windowed, changes={"sliding_window": 20})
+    load_verified(changed, True, lambda name: Other.with_(windowed, sliding_window=20))
+    with pytest.raises(EngineError, match="sliding_window"):
+        load_verified(changed, True, lambda name: Other.with_(windowed))
+
+
+def test_an_older_copy_of_the_weights_is_refused_with_its_name(windowed, tmp_path):
+    both = tmp_path / "both"
+    shutil.copytree(windowed, both)
+    other = write(tmp_path / "older", GemmaConfig(**SIZES))
+    shutil.copy(other / "model.safetensors", both / "model.old.safetensors")
+    with pytest.raises(EngineError, match=r"may have read model\.old\.safetensors"):
+        load_verified(subject(both), True, lambda name: Other.with_(other))
+
+
+def test_what_is_refused_is_closed(biased):
+    closed: list[bool] = []
+
+    class Closing(Other):
+        def genlm_close(self) -> None:
+            closed.append(True)
+
+    with pytest.raises(EngineError, match="another model"):
+        load_verified(subject(biased), True, lambda _: Closing.with_(biased, attention_bias=False))
+    assert closed == [True]
+
+
+def test_by_default_a_proof_is_remembered_until_the_folder_changes(windowed, tmp_path, logged):
+    folder = tmp_path / "model"
+    shutil.copytree(windowed, folder)
+
+    def events() -> list[str]:
+        logged.clear()
+        load_verified(subject(folder), None, lambda name: Other.with_(folder))
+        return [one["event"] for one in logged]
+
+    assert events() == ["model.verified"]
+    assert events() == []
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text + "\n")
+    assert events() == ["model.verified"]
+
+
+@pytest.mark.parametrize(
+    ("verify", "asked"), [(None, False), (True, True)], ids=["by default", "asked"]
+)
+def test_what_transformers_does_not_know_is_said(tmp_path, logged, verify, asked):
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoModel": "x"}}')
+    engine = object()
+
+    def load() -> object:
+        return load_verified(subject(tmp_path), verify, lambda name: engine)
+
+    why = "transformers has no family 'mine', and code of the folder's own is not run"
+    if asked:
+        with pytest.raises(EngineError, match=f"cannot be verified: {why}"):
+            load()
+    else:
+        assert load() is engine
+        (event,) = logged
+        assert (event["event"], event["why"]) == ("model.unverified", why)
+        assert event["command"] == f"genlm verify {tmp_path} --backend other"
+
+
+def test_by_default_large_models_are_not_verified(tmp_path, logged):
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(10 << 30)
+    assert seconds_for(tmp_path) > 10
+    load_verified(subject(tmp_path), None, lambda name: object())
+    assert logged[0]["event"] == "model.unverified"
+    assert "seconds" in logged[0]["why"]
+
+
+def test_adapters_are_compared_with_those_of_peft(tiny, lora_folders, capsys):
+    assert main(["verify", tiny, "--backend", "hf", "--lora", lora_folders["a"]]) == 0
+    plain, adapted = capsys.readouterr().out.split("with the adapter")
+    assert "right  short contexts" in plain
+    assert "right  short contexts" in adapted
+
+
+PLUGIN = """
+from genlm.core import BackendInfo, hookimpl
+
+@hookimpl
+def genlm_backend_info():
+    return BackendInfo("for tests", engine="numpy")
+
+@hookimpl
+def genlm_load(model, options):
+    from genlm.hf.engine import HFEngine
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model_of = AutoModelForCausalLM.from_pretrained(model, **options)
+    return HFEngine(model_of, AutoTokenizer.from_pretrained(model))
+"""
+
+
+def test_the_command_compares_models_of_any_backend(
+    biased: Path,
+    install: Callable[..., None],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    install("stranger", PLUGIN)
+    command = ["verify", str(biased), "--backend", "stranger"]
+    assert main(command) == 0
+    assert main([*command, "--option", "attention_bias=false"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG  short contexts: 5, 13, 24 tokens" in out
+    assert "rows are those of attention_bias=False" in out
+
+
+def test_contexts_have_no_token_that_a_model_treats_in_its_own_way(windowed):
+    config = AutoConfig.from_pretrained(windowed)
+    config.image_token_id = 7
+    (short, beyond) = choose(config, 100).groups
+    ids = beyond.contexts[-1]
+    assert ids[0] == config.bos_token_id
+    assert not {7, 256, 257} & set(ids[1:])
+    assert all(each == ids[: len(each)] for each in short.contexts)
