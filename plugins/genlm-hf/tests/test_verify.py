@@ -19,6 +19,7 @@ from genlm.kit.verify.contexts import choose
 from genlm.kit.verify.loading import load_verified
 from genlm.kit.verify.report import Report
 from genlm.kit.verify.subject import Subject, seconds_for
+from genlm.kit.verify.transformers_rows import Source, configuration
 from tests.conftest import install  # noqa: F401
 from tools.tiny import write_tokenizer
 
@@ -74,6 +75,7 @@ class Other:
     model: Any
     max_context: int | None = None
     dtype: str = "float32"
+    vocab_size: int = 258
 
     @classmethod
     def with_(cls, folder: Path, **settings: Any) -> Other:
@@ -127,6 +129,26 @@ def test_the_options_changes_are_part_of_what_is_compared(windowed):
     load_verified(changed, True, lambda name: Other.with_(windowed, sliding_window=20))
     with pytest.raises(EngineError, match="sliding_window"):
         load_verified(changed, True, lambda name: Other.with_(windowed))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope"),
+    [
+        ({"rope_theta": 5e3}, {"rope_type": "default", "rope_theta": 5e3}),
+        ({"rope_scaling": YARN}, {**YARN, "rope_theta": 1e6}),
+        ({"rope_parameters": YARN}, {**YARN, "rope_theta": 1e6}),
+        ({"sliding_window": 5}, {"rope_type": "default", "rope_theta": 1e6}),
+    ],
+)
+def test_a_rotary_setting_that_changes_leaves_the_base_as_it_is(tmp_path, changes, rope):
+    plain = {"rope_type": "default", "rope_theta": 1e6}
+    MistralConfig(**SIZES, rope_parameters=plain).save_pretrained(tmp_path)
+    source = Source(str(tmp_path), changes, 0, "")
+    found = configuration(source).rope_parameters
+    assert {name: found[name] for name in rope} == rope
 
 
 def test_an_older_copy_of_the_weights_is_refused_with_its_name(windowed, tmp_path):

@@ -25,6 +25,10 @@ from genlm.core.checks import describe_error
 from genlm.kit.verify import contexts, guilty
 from genlm.kit.verify.contexts import Chosen, Group
 
+#: The names of rotary settings, and of those among them that are no scaling.
+ROTARY = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"}
+BASES = ("rope_theta", "partial_rotary_factor")
+
 #: How many bytes of weights are held in memory; more are read from disk layer by layer.
 IN_MEMORY = 2 << 30
 
@@ -199,7 +203,23 @@ def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
             merged[name] = _merged(part, value)
         else:
             merged[name] = value
+    if ROTARY & changes.keys():
+        merged |= _rotary(settings, changes)
     return merged
+
+
+def _rotary(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings under the name that transformers 5 reads. What the changes do not say, such
+    as the base, stays."""
+    old = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    new = changes.get("rope_parameters") or changes.get("rope_scaling")
+    if any(isinstance(value, Mapping) for value in {**old, **(new or {})}.values()):
+        return {}  # each type of layer has its own
+    bases = {"rope_theta": settings["rope_theta"]} if "rope_theta" in settings else {}
+    bases |= {name: old[name] for name in BASES if name in old}
+    bases |= {name: changes[name] for name in BASES if name in changes}
+    kept = dict(old) if not {"rope_parameters", "rope_scaling"} & changes.keys() else {}
+    return {"rope_parameters": {**kept, **bases, **(new or {})}, "rope_scaling": None}
 
 
 @lru_cache(maxsize=1)

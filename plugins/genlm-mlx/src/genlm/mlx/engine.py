@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, groupby
 from typing import Any
@@ -19,6 +20,7 @@ from genlm.mlx.blocks import WORTHWHILE, Blocks
 from genlm.mlx.folders import MlxFolder
 from genlm.mlx.runner import Runner, key_of, version_of
 from genlm.mlx.store import Store
+from mlx.utils import tree_flatten
 
 #: Continuations of at most this many tokens are scored together; a longer one by itself, a few rows
 #: at a time.
@@ -60,6 +62,7 @@ class MlxEngine:
         self.max_context = max_context
         self.eos_token_ids = eos_token_ids
         self.store = store
+        self.dtype = _dtype(model)
         self._runner = runner
         self._waiting: list[Query] = []
         self._chunked: Query | None = None  # in the last step
@@ -213,3 +216,10 @@ def _rows(logits: mx.array) -> torch.Tensor:
     normalised.
     """
     return torch.from_numpy(np.array(logits)).log_softmax(dim=-1)
+
+
+def _dtype(model: Any) -> str:
+    """In which type a model computes: that of most of its weights that are numbers."""
+    kinds = Counter(str(array.dtype) for _, array in tree_flatten(model.parameters()))
+    floating = [kind for kind, _ in kinds.most_common() if "float" in kind]
+    return floating[0].removeprefix("mlx.core.") if floating else "float32"

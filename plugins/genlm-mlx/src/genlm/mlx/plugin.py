@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from typing import Any
 
 from genlm.core import BackendInfo, hookimpl
 from genlm.core.types import Engine
@@ -24,7 +25,7 @@ def genlm_backend_info() -> BackendInfo:
 
 
 @hookimpl
-def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
+def genlm_load(model: str, options: Mapping[str, object], verify: Any) -> Engine:
     """Load a model folder or hub name; the options are those of ``AsyncMlxLM.from_name``."""
     import mlx.core as mx
     from genlm.mlx.open_files import never_fewer
@@ -32,8 +33,11 @@ def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
     with never_fewer():
         from genlm.mlx.loading import load
 
+    from genlm.kit.verify.loading import load_verified
+    from genlm.mlx.verified import subject_of
+
     try:
-        return load(model, options)
+        return load_verified(subject_of(model, options), verify, lambda name: load(name, options))
     except BaseException:
         mx.clear_streams()  # as genlm_close does: the thread ends now
         raise

@@ -17,9 +17,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from attrs import evolve
 
 from genlm.core import Adapter, Answer, EngineDeadError, Query, hookimpl
-from genlm.core.errors import BackendUnavailableError
+from genlm.core.errors import BackendUnavailableError, InvalidOptionError
+from genlm.core.plugins import find_backend
 from genlm.core.types import Request, SampleRequest, ScoreRequest
 from genlm.kit.mailbox import Mailbox
 from genlm.ray import watch
@@ -242,12 +244,35 @@ class RayEngine:
                 ray.kill(member.line.actor)
 
 
-def load(model: str, options: Mapping[str, Any]) -> RayEngine:
-    """Start the replicas, or join those of a named fleet, and wait until all are ready."""
+def load(model: str, options: Mapping[str, Any], verify: Any = None) -> RayEngine:
+    """Start the replicas, or join those of a named fleet, and wait until all are ready.
+
+    Args:
+        model: A folder or hub name, as the inner backend takes it.
+        options: Those of :class:`RayOptions`.
+        verify: Whether each replica verifies its model; ``None`` is the inner backend's choice.
+            A report does not travel: where a function is to get it, a replica refuses instead.
+
+    Raises:
+        InvalidOptionError: the inner backend verifies no models.
+    """
     checked = RayOptions.checked(options)
+    if verify is not None:
+        checked = _verifying(checked, bool(verify))
     cluster = Cluster(checked.address)
     try:
         return RayEngine(cluster, model, checked)
     except BaseException:
         cluster.leave()
         raise
+
+
+def _verifying(options: RayOptions, verify: bool) -> RayOptions:
+    """The options with which replicas verify their models, or do not."""
+    if find_backend(options.backend).verifies:
+        return evolve(options, backend_opts={"verify": verify, **options.backend_opts})
+    if verify:
+        raise InvalidOptionError(
+            f"backend {options.backend!r} verifies no models; leave out verify"
+        )
+    return options

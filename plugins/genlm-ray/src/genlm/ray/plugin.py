@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from genlm.core import BackendInfo, hookimpl
 from genlm.core.types import Engine
@@ -19,8 +20,9 @@ def genlm_backend_info() -> BackendInfo:
 
 
 @hookimpl
-def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
-    """Load replicas; the options are those of :class:`genlm.ray.options.RayOptions`."""
+def genlm_load(model: str, options: Mapping[str, object], verify: Any) -> Engine:
+    """Load replicas; the options are those of :class:`genlm.ray.options.RayOptions`. Each replica
+    verifies its model."""
     from genlm.ray.engine import load
 
-    return load(model, options)
+    return load(model, options, verify)

@@ -45,6 +45,7 @@ class SglEngine:
         self.max_context = scheduler.longest_prompt
         device = next(self.model.parameters()).device
         self.device = str(device)
+        self.dtype = str(scheduler.dtype)
         self._in_flight: dict[str, Request] = {}
         self._new_requests = NewRequests(scheduler, tokens_per_forward(device.type))
         self._pinned: dict[Query, Any] = {}

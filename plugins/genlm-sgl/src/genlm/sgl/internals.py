@@ -97,6 +97,11 @@ class Scheduler:
         return self._scheduler.tp_worker.model_runner.model
 
     @property
+    def dtype(self) -> Any:
+        """In which type the model computes."""
+        return self._scheduler.model_config.dtype
+
+    @property
     def vocab_size(self) -> int:
         return int(self._scheduler.model_config.vocab_size)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from genlm.core import BackendInfo, hookimpl
 from genlm.core.types import Engine
@@ -25,9 +26,11 @@ def genlm_backend_info() -> BackendInfo:
 
 
 @hookimpl
-def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
+def genlm_load(model: str, options: Mapping[str, object], verify: Any) -> Engine:
     """Load a model folder or hub name; the options are those of
     ``AsyncSGLTransformer.from_name``."""
+    from genlm.kit.verify.loading import load_verified
     from genlm.sgl.loading import load
+    from genlm.sgl.verified import subject_of
 
-    return load(model, options)
+    return load_verified(subject_of(model, options), verify, lambda name: load(name, options))

@@ -48,6 +48,7 @@ class VllmEngine:
         self.vocab_size = core.vocab_size
         self.max_context: int | None = _max_context(core)
         self.device = rows.device
+        self.dtype = core.dtype
         self.model = rows.model(llm)
         self.eos_token_ids: list[int] = []
         self.lacking = {"genlm_add_lora": "load it with engine_opts={'enable_lora': True}"}

@@ -100,6 +100,7 @@ class EngineCore:
             if missing := set(names) - set(struct.__struct_fields__):
                 raise _unsupported(f"{struct.__name__} has no {', '.join(sorted(missing))}")
         config = _require(llm, "llm_engine.vllm_config")
+        self.dtype = str(_require(config, "model_config.dtype"))
         self.max_model_len: int = _require(config, "model_config.max_model_len")
         # Contexts may be longer in vLLM, which then reads beyond the table of embeddings.
         text = _require(config, "model_config.hf_text_config")

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 from genlm.core.hookspecs import hookimpl
 from genlm.core.types import BackendInfo, Engine
@@ -31,10 +32,12 @@ def genlm_backend_info() -> BackendInfo:
 
 
 @hookimpl
-def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
+def genlm_load(model: str, options: Mapping[str, object], verify: Any) -> Engine:
+    from genlm.kit.verify.loading import load_verified
     from genlm.vllm.loading import load
+    from genlm.vllm.verified import subject_of
 
-    return load(model, options)
+    return load_verified(subject_of(model, options), verify, lambda name: load(name, options))
 
 
 def _engine_distribution() -> str:

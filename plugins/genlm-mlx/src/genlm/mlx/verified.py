@@ -1,0 +1,13 @@
+"""What of a model is compared with transformers' own rows of its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from genlm.kit.verify.subject import Subject
+
+
+def subject_of(model: str, options: Mapping[str, Any]) -> Subject:
+    """A model; no option of this backend changes what it computes."""
+    return Subject(model=model, engine="mlx-lm", backend="mlx", options=options)
