@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import re
+import sys
 
 import pytest
 
+import genlm.core
 from genlm.core import (
     InvalidOptionError,
     MockAsyncLM,
@@ -81,6 +85,89 @@ def test_methods_of_other_tools(mock) -> None:
         assert any(hasattr(lm, method) for method in re.findall(r"lm\.(\w+)", way))
     with pytest.raises(InvalidOptionError, match="stride: context_len is the least context"):
         lm.rolling_logprobs_sync([1, 2], stride=1)
+
+
+def printed(error: BaseException) -> str:
+    """The last line of a traceback, with Python's own guess of a name."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        sys.__excepthook__(type(error), error, None)
+    return said.getvalue().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("add_lora", "add_new_lora"),
+        ("load_lora", "add_new_lora"),
+        ("load_adapter", "add_new_lora"),
+        ("set_adapter", "set_lora"),
+        ("unload_lora", "remove_lora"),
+        ("detokenize", "decode"),
+        ("max_model_len", "max_context"),
+        ("log_probs", "next_token_logprobs"),
+        ("dtype", "next_token_logprobs"),
+    ],
+)
+def test_python_adds_no_guess_to_what_is_known_of_a_name(mock, name: str, right: str) -> None:
+    with pytest.raises(AttributeError, match=right) as caught:
+        getattr(mock(), name)
+    assert "Did you mean" not in printed(caught.value)
+    with pytest.raises(AttributeError) as caught:
+        getattr(mock(), "next_token_logprob")  # noqa: B009
+    assert printed(caught.value).endswith("Did you mean: 'next_token_logprobs'?")
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("load_model", r"load_model_by_name\(name, backend\)"),
+        ("AsyncTransformer", r"genlm\.hf has it, or load_model_by_name\(name, 'hf'\)"),
+        ("AsyncVirtualLM", r"genlm\.vllm has it"),
+        ("next_bytes_logprob", r"genlm\.core\.next_bytes has it"),
+    ],
+)
+def test_names_that_are_looked_for_in_the_package(name: str, right: str) -> None:
+    with pytest.raises(AttributeError, match=f"'genlm.core' has no attribute '{name}': {right}"):
+        getattr(genlm.core, name)
+    assert not hasattr(genlm.core, name)
+    with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
+        getattr(genlm.core, "nothing")  # noqa: B009
+
+
+def test_kinds_of_requests_are_found_beside_each_other() -> None:
+    from genlm.core import Query, Request, SampleRequest, ScoreRequest
+
+    assert Request == Query | SampleRequest | ScoreRequest
+
+
+def test_a_blocking_method_that_is_awaited_names_the_remedy(mock) -> None:
+    lm = mock()
+
+    async def awaited() -> None:
+        await lm.cache_kv([1, 2])
+
+    with pytest.raises(UnsupportedError, match=r"cache_kv blocks, .* call it without await"):
+        asyncio.run(awaited())
+    assert not lm.cache_kv([1, 2])
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda lm: lm.next_token_logprobs([1]),
+        lambda lm: lm.batch_next_token_logprobs([[1], [2]]),
+        lambda lm: lm.sample([1], 3),
+        lambda lm: lm.sequence_logprobs([1], [2]),
+        lambda lm: lm.batch_sequence_logprobs([[1], [1]], [[2], [3]]),
+        lambda lm: anext(lm.stream([1], 3)),
+    ],
+)
+def test_a_model_awaited_in_an_event_loop_that_is_not_of_asyncio(mock, ask) -> None:
+    """As that of trio, which steps through coroutines itself."""
+    awaited = ask(mock()).__await__()
+    with pytest.raises(UnsupportedError, match=r"none runs here; .* trio\.to_thread\.run_sync"):
+        next(awaited)
 
 
 def test_what_other_tools_do_with_a_model(mock) -> None:

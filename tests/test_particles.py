@@ -99,3 +99,10 @@ def test_a_keyword_that_sample_lacks_is_an_option_refused(mock, given, said) -> 
         mock().sample_sync([1], **given)
     with pytest.raises(InvalidOptionError, match=r"^sample has no argument"):
         asyncio.run(mock().sample([1], **given))
+
+
+def test_stop_tokens_may_be_given_by_position_as_for_a_draw(mock) -> None:
+    lm = mock(FewTokens)
+    by_position = lm.sample_particles_sync([1], 5, 12, [10], seed=3)
+    assert by_position == lm.sample_particles_sync([1], 5, 12, eos_token_ids=[10], seed=3)
+    assert 10 in {particle.stop_token_id for particle in by_position}

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from attrs import asdict, evolve
 
+from genlm.core import Stats
 from genlm.core.runtime.timeline import STAGES, Timeline
 
 from .conftest import PATIENCE
@@ -67,6 +70,22 @@ def test_queue_seconds_cover_the_wait_for_the_engine(mock, gate):
         gate.open()
         first.result(PATIENCE), second.result(PATIENCE)
     assert lm.stats.queue_seconds - began >= waited
+
+
+def test_the_difference_of_two_is_what_was_done_between_them(mock):
+    lm = mock()
+    lm.batch_next_token_logprobs_sync([[1], [2], [3]])
+    before = lm.stats
+    lm.next_token_logprobs_sync([4])
+    lm.next_token_logprobs_sync([4])
+    done = lm.stats - before
+    assert (done.requests, done.rows, done.batches, done.cache_hits) == (2, 1, 1, 1)
+    assert done.engine_seconds == lm.stats.engine_seconds - before.engine_seconds
+    assert done.largest_batch == 3  # of the whole time
+    assert json.loads(json.dumps(done.as_dict()))["rows"] == 1
+    assert Stats(**done.as_dict()) == done
+    with pytest.raises(TypeError):
+        lm.stats - 1
 
 
 def test_a_hit_costs_the_engine_nothing(mock):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import warnings
 from collections import Counter
 
 import pytest
@@ -124,6 +125,15 @@ def test_a_bad_path_is_known_at_once(mock, tmp_path):
         raise AssertionError("the block was entered")
     with lm.trace(tmp_path / "trace.json"):
         pass
+
+
+def test_a_trace_that_is_never_entered_says_so(mock, path):
+    lm = mock()
+    with pytest.warns(RuntimeWarning, match=r"trace\.json'\) has recorded nothing: write `with lm"):
+        lm.trace(path)
+    with warnings.catch_warnings(), lm.trace(path):
+        warnings.simplefilter("error")
+    assert recorded(path) == []
 
 
 def test_a_continuous_engine(mock, path):

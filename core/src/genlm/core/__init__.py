@@ -1,5 +1,8 @@
 """Next-token log-probabilities for probabilistic programs over language models, on any engine."""
 
+import sys
+from typing import TYPE_CHECKING
+
 from genlm.core.context import Context
 from genlm.core.errors import (
     BackendImportError,
@@ -22,6 +25,7 @@ from genlm.core.errors import (
     VocabularyError,
     VocabularyItemError,
 )
+from genlm.core.hints import missing_name
 from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM, load_model_by_name
 from genlm.core.mock import MockAsyncLM
@@ -30,7 +34,18 @@ from genlm.core.scoring import Score
 from genlm.core.together import together
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.trie import AsyncTokenCharacterTrie, ParallelTokenCharacterTrie, TokenCharacterTrie
-from genlm.core.types import Adapter, Answer, BackendInfo, Engine, Query, SamplingParams, Stats
+from genlm.core.types import (
+    Adapter,
+    Answer,
+    BackendInfo,
+    Engine,
+    Query,
+    Request,
+    SampleRequest,
+    SamplingParams,
+    ScoreRequest,
+    Stats,
+)
 
 __all__ = [
     "Adapter",
@@ -59,8 +74,11 @@ __all__ = [
     "QueriesResetError",
     "Query",
     "ReentrancyError",
+    "Request",
+    "SampleRequest",
     "SamplingParams",
     "Score",
+    "ScoreRequest",
     "Stats",
     "Token",
     "TokenCharacterTrie",
@@ -73,3 +91,8 @@ __all__ = [
     "load_model_by_name",
     "together",
 ]
+
+if not TYPE_CHECKING:  # a type checker must report every missing name
+
+    def __getattr__(name):
+        raise missing_name(sys.modules[__name__], name)

@@ -152,6 +152,7 @@ class GenerationMixin(RowsMixin):
         self,
         prompt_token_ids: Iterable[int],
         max_tokens: int,
+        eos_token_ids: Iterable[int] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncGenerator[int, None]:
         """Draw a continuation token by token: an asynchronous iterator of ids, without the stop
@@ -162,6 +163,7 @@ class GenerationMixin(RowsMixin):
         Args:
             prompt_token_ids: The prompt.
             max_tokens: The most tokens to draw; 0 draws none.
+            eos_token_ids: The tokens that end it, as in :meth:`sample`.
             **options: The keywords of :meth:`sample`. A seed gives what :meth:`sample` gives where
                 the engine does not draw itself.
 
@@ -181,7 +183,9 @@ class GenerationMixin(RowsMixin):
         Raises:
             InvalidOptionError: an argument is out of range, or there is none of that name.
         """
-        query, params = self._checked_draw(prompt_token_ids, max_tokens, **options)
+        query, params = self._checked_draw(
+            prompt_token_ids, max_tokens, eos_token_ids=eos_token_ids, **options
+        )
         return Drawing(self._stream(query, params))
 
     @known_keywords
@@ -190,6 +194,7 @@ class GenerationMixin(RowsMixin):
         prompt_token_ids: Iterable[int],
         n: int,
         max_tokens: int,
+        eos_token_ids: Iterable[int] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[Particle]:
         """Draw ``n`` continuations of one prompt, each with its log-probability under the model and
@@ -200,6 +205,7 @@ class GenerationMixin(RowsMixin):
             prompt_token_ids: The prompt.
             n: How many; with a ``seed`` each has a stream of its own.
             max_tokens: The most tokens of each.
+            eos_token_ids: The tokens that end one, as in :meth:`sample`.
             **options: The keywords of :meth:`sample`.
 
         Examples:
@@ -221,7 +227,9 @@ class GenerationMixin(RowsMixin):
         Raises:
             InvalidOptionError: an argument is out of range, or there is none of that name.
         """
-        query, params = self._checked_draw(prompt_token_ids, max_tokens, **options)
+        query, params = self._checked_draw(
+            prompt_token_ids, max_tokens, eos_token_ids=eos_token_ids, **options
+        )
         own = seeded(params, integer("n", n, least=1))
         return await self._particles([(query, each) for each in own])
 

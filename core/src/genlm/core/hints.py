@@ -7,10 +7,11 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from types import ModuleType
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 from genlm.core.checks import safe_repr
-from genlm.core.errors import InvalidOptionError
+from genlm.core.errors import InvalidOptionError, UnsupportedError
 from genlm.core.sampling import SamplingOptions
 
 P = ParamSpec("P")
@@ -68,10 +69,20 @@ LM = _by_name(
 #: Methods and attributes of other tools, and what to use here.
 METHODS = _by_name(
     {
+        "add_adapter add_lora load_adapter load_lora": (
+            "lm.add_new_lora(path, name) loads a LoRA adapter, and lora_name=name selects it"
+        ),
         "batch_stream stream_sync": "`async for` over lm.stream(ids, max_tokens), a task for each",
         "bos_token_id eos_token pad_token_id": "lm.tokenizer has it",
+        "batch_decode convert_ids_to_tokens detokenize": "lm.decode(ids) gives text",
         "chat": "lm.apply_chat_template(messages) gives the ids to draw after with lm.sample",
-        "forward get_logprobs logits logprobs": "lm.next_token_logprobs(ids) gives a row",
+        "delete_adapter unload_adapter unload_lora": "lm.remove_lora(name) unloads an adapter",
+        "disable_adapter disable_lora": "lm.clear_lora() makes the base model the default again",
+        "dtype": "rows of lm.next_token_logprobs are float32; a backend's option sets the weights'",
+        "enable_lora set_adapter": (
+            "lm.set_lora(name) makes an adapter the default; lora_name=name selects it in a call"
+        ),
+        "forward get_logprobs log_probs logits logprobs": "lm.next_token_logprobs(ids) gives a row",
         "generate": "lm.sample(ids, max_tokens) draws ids",
         "logprob loglikelihood score": (
             "lm.batch_sequence_logprobs(contexts, continuations), or lm.sequence_logprobs for one"
@@ -79,10 +90,30 @@ METHODS = _by_name(
         "loglikelihood_rolling perplexity": (
             "lm.rolling_logprobs(ids) scores each token of a text, however long it is"
         ),
-        "max_length n_ctx": "lm.max_context is the longest context",
+        "max_length max_model_len max_position_embeddings n_ctx": (
+            "lm.max_context is the longest context"
+        ),
         "tokenize": "lm.encode(text) gives ids",
         "vocab get_vocab": "lm.byte_vocab has the bytes of every token, lm.str_vocab its text",
         "vocab_size": "len(lm.byte_vocab) is the width of a row",
+    }
+)
+
+#: Names that are looked for in the package, and where they are.
+PACKAGE = _by_name(
+    {
+        "AutoModel LLM load load_llm load_model": "load_model_by_name(name, backend) loads a model",
+        "BytePrefix next_bytes_logprob": "genlm.core.next_bytes has it",
+        **{
+            name: f"{module} has it, or load_model_by_name(name, {module[6:]!r})"
+            for name, module in {
+                "AsyncMlxLM": "genlm.mlx",
+                "AsyncRayLM": "genlm.ray",
+                "AsyncSGLTransformer": "genlm.sgl",
+                "AsyncTransformer": "genlm.hf",
+                "AsyncVirtualLM": "genlm.vllm",
+            }.items()
+        },
     }
 )
 
@@ -115,7 +146,47 @@ def missing_attribute(
         message = f"{message}: {_LOADING.format(name)}"
     elif replaced is LM and name in METHODS:
         message = f"{message}: {METHODS[name]}"
-    return AttributeError(message, name=name, obj=owner)
+    else:
+        return AttributeError(message, name=name, obj=owner)  # Python adds the nearest name
+    return AttributeError(message, name=name, obj=None)  # the nearest name would be a wrong guess
+
+
+def missing_name(module: ModuleType, name: str) -> AttributeError:
+    """The error for a name that the package lacks."""
+    message = f"module {module.__name__!r} has no attribute {name!r}"
+    if name in PACKAGE:
+        return AttributeError(f"{message}: {PACKAGE[name]}", name=name, obj=None)
+    return AttributeError(message, name=name, obj=module)
+
+
+class Done:
+    """What a method that blocks gives back: nothing, but a program that awaits it is told."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __await__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"{self._name} blocks, and has done its work: call it without await (in a coroutine, "
+            f"`await asyncio.to_thread(lm.{self._name}, ...)` leaves the event loop free)"
+        )
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "None"
+
+
+def blocks(method: Callable[P, None]) -> Callable[P, None]:
+    """Make a method that returns nothing name the remedy where it is awaited."""
+
+    @functools.wraps(method)
+    def blocking(*args: P.args, **options: P.kwargs) -> None:
+        method(*args, **options)
+        return cast(None, Done(method.__name__))
+
+    return blocking
 
 
 def known_keywords(function: Callable[P, R]) -> Callable[P, R]:

@@ -14,7 +14,7 @@ from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
 from genlm.core.checks import safe_repr
 from genlm.core.errors import InvalidInputError, InvalidOptionError, UnsupportedError
 from genlm.core.generation import GenerationMixin
-from genlm.core.hints import LM, known_keywords, missing_attribute
+from genlm.core.hints import LM, blocks, known_keywords, missing_attribute
 from genlm.core.known_contexts import KnownContexts
 from genlm.core.options import CORE, CoreOptions, refuse_unknown
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
@@ -250,6 +250,7 @@ class AsyncLM(GenerationMixin):
 
     # --- caches -----------------------------------------------------------------------------------
 
+    @blocks
     @known_keywords
     def cache_kv(self, prompt_tokens: Iterable[int], lora_name: LoraName = UNSET) -> None:
         """Compute and pin the key/value state of a prompt, so that contexts which begin with it

@@ -17,7 +17,6 @@ from genlm.core.types import SamplingParams, TokenIds
 class SamplingOptions(TypedDict, total=False):
     """How to draw, as keywords: those of :meth:`AsyncLM.sample`, which says what each means."""
 
-    eos_token_ids: Iterable[int] | None
     temperature: float
     seed: int | None
     top_k: int | None

@@ -234,9 +234,22 @@ class Stats:
     caching_seconds: float = 0.0
     delivery_seconds: float = 0.0
 
+    def __sub__(self, before: Stats) -> Stats:
+        """What has been done since ``before``, an earlier value of the same model. The
+        ``largest_batch`` is that of the whole time: no difference has it."""
+        if not isinstance(before, Stats):
+            return NotImplemented
+        earlier = before.as_dict()
+        grown = {name: now - earlier[name] for name, now in self.as_dict().items()}
+        return Stats(**{**grown, "largest_batch": self.largest_batch})
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counters by name, for instance for JSON."""
+        return asdict(self)
+
     def __str__(self) -> str:
         """A small table: a line for each counter."""
-        values = asdict(self)
+        values = self.as_dict()
         width = max(map(len, values))
         return "\n".join(
             f"{name:{width}}  {value:12.3f}"

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from genlm.core.errors import ReentrancyError
+from genlm.core.errors import ReentrancyError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -92,9 +92,26 @@ def blocking(
         raise
 
 
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The event loop that awaits.
+
+    Raises:
+        UnsupportedError: there is none of asyncio's (a ``RuntimeError``).
+    """
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise UnsupportedError(
+            "a model is awaited in an event loop of asyncio, and none runs here; in another "
+            "library's, such as trio, call a blocking method in a thread: `await "
+            "trio.to_thread.run_sync(lm.next_token_logprobs_sync, ids)`"
+        ) from None
+
+
 async def all_of(asked: Iterable[Awaitable[T]]) -> list[T]:
     """The results of all. When one fails, the others are cancelled: their results are useless."""
-    tasks = [asyncio.ensure_future(each) for each in asked]
+    loop = running_loop()
+    tasks = [asyncio.ensure_future(each, loop=loop) for each in asked]
     try:
         return await asyncio.gather(*tasks)
     except BaseException:

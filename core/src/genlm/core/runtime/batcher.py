@@ -33,7 +33,7 @@ from genlm.core.errors import (
     ReentrancyError,
 )
 from genlm.core.logs import get_logger
-from genlm.core.runtime.askers import ASKING, Asker
+from genlm.core.runtime.askers import ASKING, Asker, running_loop
 from genlm.core.runtime.lanes import (
     ROWS,
     Call,
@@ -207,7 +207,7 @@ class Batcher:
             requests: One at least.
             combine: Makes what the future gets: see :class:`Call`.
         """
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         call: Call[T] = Call(requests, loop.create_future(), combine, loop)
         self._check_process()
         with self._lock:

@@ -9,6 +9,7 @@ import itertools
 import json
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, TextIO
 
@@ -81,8 +82,10 @@ class Trace:
     _threads: dict[int, str] = field(init=False, factory=dict)
     _ids: Iterator[int] = field(init=False, factory=lambda: itertools.count(1))
     _file: TextIO = field(init=False)
+    _entered: bool = field(init=False, default=False)
 
     def __enter__(self) -> Self:
+        self._entered = True
         if self._timeline.trace is not None:
             raise InvalidInputError(
                 f"this model is being traced into {self._timeline.trace._path!r}; end that trace "
@@ -101,6 +104,15 @@ class Trace:
         ]
         with self._file:
             json.dump({"traceEvents": [*names, *self._events], "displayTimeUnit": "ms"}, self._file)
+
+    def __del__(self) -> None:
+        if not self._entered:
+            warnings.warn(
+                f"lm.trace({self._path!r}) has recorded nothing: write `with lm.trace(path):` "
+                "around what it is to record",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     # --- what the timeline tells: from any thread -------------------------------------------------
 
