@@ -19,6 +19,10 @@ from genlm.core.trie import (
     ParallelTokenCharacterTrie,
     TokenCharacterTrie,
 )
+from genlm.core.trie.bags import BagKernel
+from genlm.core.trie.device import DeviceKernel
+from genlm.core.trie.weights import SUM
+from tools.launched import Launched
 
 from ..conftest import run_python
 
@@ -56,6 +60,12 @@ class OnTorch(TokenCharacterTrie):
         return super().batch_weight_max(ws, np.float64)
 
 
+class InBags(OnTorch):
+    """The other way of accelerators."""
+
+    _device_kernel = BagKernel
+
+
 EOS = EndOfSequence()
 # Few symbols, long shared prefixes.
 WORDS = st.lists(st.lists(st.integers(0, 2), max_size=6).map(bytes), min_size=1, max_size=40)
@@ -67,7 +77,9 @@ TUPLES = st.lists(
 MIXED = st.tuples(TOKENS, STRINGS, TUPLES).map(lambda kinds: [*kinds[0], *kinds[1], *kinds[2], EOS])
 WEIGHTS = st.floats(-1e6, 1e6) | st.just(-math.inf)
 
-tries = pytest.mark.parametrize("trie_class", [TokenCharacterTrie, OnTorch])
+tries = pytest.mark.parametrize("trie_class", [TokenCharacterTrie, OnTorch, InBags])
+#: What an accelerator runs, in its own precision.
+on_a_device = pytest.mark.parametrize("kernel", [DeviceKernel, BagKernel])
 
 
 def by_definition(trie, ws, combine):
@@ -400,8 +412,15 @@ def test_the_parallel_trie_is_the_same_trie(vocabulary, weights):
 # --- on a device ----------------------------------------------------------------------------------
 
 
-def test_a_device_computes_in_float32_with_a_small_relative_error(vocabulary, weights):
-    exact, trie = TokenCharacterTrie(vocabulary), TokenCharacterTrie(vocabulary, device=DEVICE)
+def made(kernel, vocabulary, device=None):
+    """A trie that computes with a kernel."""
+    kind = type("Trie", (TokenCharacterTrie,), {"_device_kernel": kernel})
+    return kind(vocabulary, device=device or DEVICE)
+
+
+@on_a_device
+def test_a_device_computes_in_float32_with_a_small_relative_error(kernel, vocabulary, weights):
+    exact, trie = TokenCharacterTrie(vocabulary), made(kernel, vocabulary)
     sums = trie.batch_weight_sum(weights)
     assert sums.dtype == np.float32
     np.testing.assert_allclose(sums, exact.batch_weight_sum(weights), rtol=2e-6, atol=1e-37)
@@ -410,18 +429,33 @@ def test_a_device_computes_in_float32_with_a_small_relative_error(vocabulary, we
     np.testing.assert_allclose(trie.batch_weight_max(logs), maxima, rtol=6e-8)
 
 
-def test_the_error_in_float32_stays_small_for_a_large_vocabulary():
+@on_a_device
+def test_the_error_in_float32_stays_small_for_a_large_vocabulary(kernel):
     """Of 100,000 items, all below one node, where errors of sequential sums would add up."""
     words = [number.to_bytes(3, "big") for number in range(0, 1 << 24, 167)]
     ws = np.random.default_rng(0).lognormal(sigma=4.0, size=(4, len(words)))
     exact = TokenCharacterTrie(words).batch_weight_sum(ws)
-    sums = TokenCharacterTrie(words, device=DEVICE).batch_weight_sum(ws)
+    sums = made(kernel, words).batch_weight_sum(ws)
     np.testing.assert_allclose(sums, exact, rtol=2e-6)
 
 
-def test_tensors_are_given_back_without_waiting_for_the_device(vocabulary):
+def test_bags_take_few_launches_for_any_number_of_rows_and_items(vocabulary, weights):
+    """A launch costs more than most of what it computes: that is what they are for."""
+    words = [number.to_bytes(3, "big") for number in range(0, 1 << 24, 167)]  # a level more
+    for items, ws in ((vocabulary, weights), (words, np.ones((64, len(words))))):
+        kernel, rows = made(BagKernel, items)._kernel, torch.from_numpy(ws).float()
+        counts = []
+        for some in (rows[:1], rows):
+            with Launched() as launched:
+                kernel.combine(SUM, some.to(DEVICE))
+            counts.append(launched.count)
+        assert counts[0] == counts[1] <= 10
+
+
+@on_a_device
+def test_tensors_are_given_back_without_waiting_for_the_device(kernel, vocabulary):
     """Tensors on the device "meta" have no values: reading any, and so waiting for it, raises."""
-    trie = TokenCharacterTrie(vocabulary, device="meta")
+    trie = made(kernel, vocabulary, device="meta")
     ws = torch.empty(4, len(vocabulary), device="meta")
     for reduce in (trie.batch_weight_sum, trie.batch_weight_max):
         for rows in (ws, list(ws), ws.half()):
@@ -433,8 +467,9 @@ def test_tensors_are_given_back_without_waiting_for_the_device(vocabulary):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_nothing_waits(vocabulary, weights):
-    trie = ParallelTokenCharacterTrie(vocabulary, device="cuda")
+@on_a_device
+def test_on_cuda_nothing_waits(kernel, vocabulary, weights):
+    trie = made(kernel, vocabulary, device="cuda")
     ws = torch.from_numpy(weights).float().cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:

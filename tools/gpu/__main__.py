@@ -18,7 +18,7 @@ from genlm.core import EngineError
 from tools.gpu.checks import conformance, hf_tests, tests
 from tools.gpu.program import program_figures
 from tools.gpu.steps import ATOL, step_figures
-from tools.gpu.tries import trie_figures, trie_words
+from tools.gpu.tries import WAYS, trie_figures, trie_words
 from tools.shapes import SHAPES, model_of
 from tools.smollm2 import default_folder
 
@@ -68,9 +68,11 @@ def sum_tries(options: argparse.Namespace) -> Iterator[Found]:
     for size in SIZES[:1] if options.quick else SIZES:
         words = trie_words(size)
         for rows in (1, options.trie_rows):
-            figures = trie_figures(words, options.for_trie, rows, options.repeat)
-            right = figures["relative_error"] < 2e-6
-            yield {"what": "trie", "tokens": size, "rows": rows, **figures}, right
+            for way in WAYS:
+                figures = trie_figures(words, options.for_trie, rows, options.repeat, way)
+                right = figures["relative_error"] < 2e-6
+                case = {"what": "trie", "way": way, "tokens": size, "rows": rows}
+                yield {**case, **figures}, right
 
 
 def step(options: argparse.Namespace) -> Iterator[Found]:

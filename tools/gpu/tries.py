@@ -8,11 +8,13 @@ import torch
 
 from benchmarks.trie import enlarged
 from genlm.core.tokenization import Token, decode_vocab
+from genlm.core.trie.bags import BagKernel
 from genlm.core.trie.device import DeviceKernel
 from genlm.core.trie.nodes import Nodes, SortedItems
 from genlm.core.trie.weights import SUM
 from tools.gpu.steps import WideTokenizer
 from tools.gpu.timing import median
+from tools.launched import Launched
 from tools.smollm2 import default_folder
 
 
@@ -26,11 +28,17 @@ def trie_words(size: int) -> list[bytes]:
     return enlarged([bytes(word) for word in vocabulary], size)
 
 
-def trie_figures(words: list[bytes], device: str, rows: int, repeat: int) -> dict[str, Any]:
-    """Sums over the trie: what of a copy's speed they reach, and their relative error in
-    float32."""
+#: The two ways to sum on a device; the first one is what tries take.
+WAYS: dict[str, type[DeviceKernel]] = {"rounds": DeviceKernel, "bags": BagKernel}
+
+
+def trie_figures(
+    words: list[bytes], device: str, rows: int, repeat: int, way: str
+) -> dict[str, Any]:
+    """Sums over the trie: what of a copy's speed they reach, their launches, and their relative
+    error in float32."""
     items = SortedItems.of(Token.vocabulary(words))
-    kernel = DeviceKernel(items.order, Nodes.of(items), device)
+    kernel = WAYS[way](items.order, Nodes.of(items), device)
     plan = kernel.plan
     width = plan.nodes + plan.items
     source = torch.rand(rows, width, device=device)
@@ -39,6 +47,8 @@ def trie_figures(words: list[bytes], device: str, rows: int, repeat: int) -> dic
     bandwidth = 2 * 4e-9 * source.numel() / copied
     weights = torch.rand(rows, plan.items, device=device)
     took = median(lambda: kernel.combine(SUM, weights), device, repeat)
+    with Launched() as launched:  # type: ignore[no-untyped-call]
+        kernel.combine(SUM, weights)
     sums, exact = kernel.combine(SUM, weights).double(), kernel.combine(SUM, weights.double())
     # Read once and written once, which no sum can do without.
     needed = 4e-9 * rows * (plan.items + width)
@@ -46,6 +56,7 @@ def trie_figures(words: list[bytes], device: str, rows: int, repeat: int) -> dic
         "copy_GB_per_s": bandwidth,
         "ms": 1e3 * took,
         "GB_per_s": needed / took,
+        "launches": launched.count,
         "share_of_copy": needed / took / bandwidth,
         "relative_error": float(((sums - exact) / exact).abs().nan_to_num().max()),
     }

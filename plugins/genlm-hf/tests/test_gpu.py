@@ -77,10 +77,12 @@ def test_a_step_gives_the_rows_of_the_raw_model(shape: str, shared: bool) -> Non
     assert figures["rows_apart"] < ATOL
 
 
-def test_the_trie_is_measured_with_its_error() -> None:
+@pytest.mark.parametrize(("way", "most"), [("rounds", 40), ("bags", 10)])
+def test_the_trie_is_measured_with_its_error_and_launches(way: str, most: int) -> None:
     words = [bytes(pair) for pair in itertools.product(range(64), repeat=2)]
-    figures = trie_figures(words, "cpu:0", rows=2, repeat=1)
+    figures = trie_figures(words, "cpu:0", rows=2, repeat=1, way=way)
     assert 0 < figures["relative_error"] < 2e-6
+    assert 0 < figures["launches"] <= most
 
 
 def test_the_command_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

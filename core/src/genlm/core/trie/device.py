@@ -27,6 +27,7 @@ class DeviceKernel:
     """
 
     precision = "float32"
+    plan: Any
 
     def __init__(self, order: Ints, nodes: Nodes, device: str) -> None:
         """Make the plan, and move it to the device.
@@ -36,20 +37,23 @@ class DeviceKernel:
         """
         import torch
 
-        # Few rounds: on a GPU, the launches of one take longer than what the rest combines in vain.
-        self.plan = plan = Plan.of(order, nodes, fewest=2000)
         self.device = device
         try:
             self._has_float64 = torch.device(device).type != "mps"
-            self._order = on_device(plan.order, device)
-            self._rounds = [on_device(blocks, device) for blocks in plan.rounds]
-            self._rest = on_device(plan.rest.ravel(), device)
-            ranks = np.argsort(plan.order)  # by position
-            self._place = on_device(np.append(plan.place, ranks), device)
+            self._prepare(order, nodes)
         except (AssertionError, RuntimeError) as error:  # PyTorch raises either, by device
             raise InvalidOptionError(
                 f"device is {device!r}, which this PyTorch cannot use here: {error}"
             ) from error
+
+    def _prepare(self, order: Ints, nodes: Nodes) -> None:
+        # Few rounds: on a GPU, the launches of one take longer than what the rest combines in vain.
+        self.plan = plan = Plan.of(order, nodes, fewest=2000)
+        self._order = on_device(plan.order, self.device)
+        self._rounds = [on_device(blocks, self.device) for blocks in plan.rounds]
+        self._rest = on_device(plan.rest.ravel(), self.device)
+        ranks = np.argsort(plan.order)  # by position
+        self._place = on_device(np.append(plan.place, ranks), self.device)
 
     def reduce(self, operation: Operation, ws: Any, batch: bool, wanted: ResultType) -> Any:
         """See :meth:`~genlm.core.trie.cpu.CpuKernel.reduce`; in float32 unless ``wanted`` is

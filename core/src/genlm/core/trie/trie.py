@@ -7,7 +7,7 @@ import operator
 from collections.abc import Hashable, Iterable, Iterator
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,10 @@ class TokenCharacterTrie:
         {98: 2, (None, 0): 3}
     """
 
+    #: What computes on a device. :class:`~genlm.core.trie.bags.BagKernel` is the other way; the
+    #: figures of ``nox -s gpu`` decide between them.
+    _device_kernel: ClassVar[type[DeviceKernel]] = DeviceKernel
+
     def __init__(self, decode: Iterable[Any], device: str | None = None) -> None:
         if isinstance(decode, str | bytes) or not isinstance(decode, Iterable):
             raise VocabularyItemError(
@@ -89,7 +93,7 @@ class TokenCharacterTrie:
         self._kernel = (
             CpuKernel(order, self.nodes)
             if self.device == "cpu"
-            else DeviceKernel(order, self.nodes, self.device)
+            else self._device_kernel(order, self.nodes, self.device)
         )
 
     if not TYPE_CHECKING:  # a type checker must report every missing attribute
