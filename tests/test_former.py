@@ -131,6 +131,8 @@ def test_names_that_are_looked_for_in_the_package(name: str, right: str) -> None
     with pytest.raises(AttributeError, match=f"'genlm.core' has no attribute '{name}': {right}"):
         getattr(genlm.core, name)
     assert not hasattr(genlm.core, name)
+    with pytest.raises(ImportError, match=right):
+        exec(f"from genlm.core import {name}")
     with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
         getattr(genlm.core, "nothing")  # noqa: B009
 

@@ -151,12 +151,20 @@ def missing_attribute(
     return AttributeError(message, name=name, obj=None)  # the nearest name would be a wrong guess
 
 
-def missing_name(module: ModuleType, name: str) -> AttributeError:
-    """The error for a name that the package lacks."""
+def missing_name(module: ModuleType, name: str) -> AttributeError | ImportError:
+    """The error for a name that the package lacks, to be raised by its ``__getattr__``.
+
+    ``from genlm.core import name`` has words of its own where it meets an ``AttributeError``, so
+    there it is an ``ImportError`` for what is known of a name.
+    """
     message = f"module {module.__name__!r} has no attribute {name!r}"
-    if name in PACKAGE:
-        return AttributeError(f"{message}: {PACKAGE[name]}", name=name, obj=None)
-    return AttributeError(message, name=name, obj=module)
+    if name not in PACKAGE:
+        return AttributeError(message, name=name, obj=module)
+    message = f"{message}: {PACKAGE[name]}"
+    asks = sys._getframe(2).f_code  # that of importlib, if an import asks
+    if asks.co_name == "_handle_fromlist":
+        return ImportError(message, name=module.__name__)
+    return AttributeError(message, name=name, obj=None)
 
 
 class Done:
