@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from genlm.core.runtime.combiners import JointCombiner
+
 if TYPE_CHECKING:
     import torch
 
@@ -19,12 +21,8 @@ def copies_of(rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return torch._foreach_clamp_min([*rows], -math.inf) if rows else ()
 
 
-class Copy:
-    """Makes the caller's own copy of the one row that was asked. Many copies are made together."""
-
-    def __call__(self, results: Sequence[Any]) -> Any:
-        (row,) = results
-        return row.clone()
+class Copy(JointCombiner["torch.Tensor"]):
+    """Makes the caller's own copy of the one row that was asked."""
 
     @staticmethod
     def together(calls: Sequence[tuple[Copy, Sequence[Any]]]) -> Sequence[Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from genlm.core.errors import EngineError
+from genlm.core.runtime.combiners import JointCombiner
 from genlm.core.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -80,9 +81,8 @@ class TokenDrawer:
         return int(token_id)
 
 
-class Draw:
-    """Makes the result of a call for rows: a token drawn from each. Those of many calls are drawn
-    together.
+class Draw(JointCombiner[list[int]]):
+    """Makes the result of a call for rows: a token drawn from each.
 
     Args:
         drawers: One for each token.
@@ -93,12 +93,6 @@ class Draw:
         self, drawers: Sequence[TokenDrawer], known: Sequence[torch.Tensor | None]
     ) -> None:
         self._drawers, self._known_rows = drawers, known
-
-    def __call__(self, results: Sequence[torch.Tensor]) -> list[int]:
-        (drawn,) = self.together([(self, results)])
-        if isinstance(drawn, Exception):
-            raise drawn
-        return drawn
 
     @staticmethod
     def together(

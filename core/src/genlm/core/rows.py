@@ -3,7 +3,7 @@ batcher."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from attrs import evolve
@@ -18,6 +18,7 @@ from genlm.core.hints import known_keywords
 from genlm.core.known_contexts import KnownContexts
 from genlm.core.runtime.askers import all_of, blocking
 from genlm.core.runtime.batcher import Batcher
+from genlm.core.runtime.combiners import Combiner
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.text import TextMixin
 from genlm.core.together import Then
@@ -209,9 +210,7 @@ class RowsMixin(TextMixin):
         draw = Draw(drawers, known)
         return await self._batcher.submit(unknown, draw) if unknown else draw([])
 
-    def _look_up(
-        self, queries: Sequence[Query]
-    ) -> tuple[list[Query], Callable[[Sequence[torch.Tensor]], torch.Tensor]]:
+    def _look_up(self, queries: Sequence[Query]) -> tuple[list[Query], Combiner[torch.Tensor]]:
         """The queries whose rows the output cache does not have, and what makes one tensor of their
         rows and those that it has."""
         import torch

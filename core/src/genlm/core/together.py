@@ -13,6 +13,7 @@ from genlm.core.checks import safe_repr
 from genlm.core.copies import is_part
 from genlm.core.drawer import IN_CACHE, on_cpu
 from genlm.core.errors import InvalidInputError
+from genlm.core.runtime.combiners import JointCombiner
 from genlm.core.runtime.lanes import let_go
 
 if TYPE_CHECKING:
@@ -142,20 +143,13 @@ class together(Generic[R]):
         return own(results)
 
 
-class Then(Generic[R]):
+class Then(JointCombiner[R]):
     """A function of rows, and what one caller gives it: made by calling a :class:`together`."""
 
     __slots__ = ("given", "together")
 
     def __init__(self, function: together[R], given: Sequence[Any]) -> None:
         self.together, self.given = function.results_of, given
-
-    def __call__(self, results: Sequence[torch.Tensor]) -> R:
-        """What the function makes of the one row that was asked."""
-        (made,) = self.together([(self, results)])
-        if isinstance(made, Exception):
-            raise made
-        return made
 
 
 def own(results: list[Any]) -> list[Any]:

@@ -34,6 +34,7 @@ from genlm.core.errors import (
 )
 from genlm.core.logs import get_logger
 from genlm.core.runtime.askers import ASKING, Asker, running_loop
+from genlm.core.runtime.combiners import Combiner
 from genlm.core.runtime.lanes import (
     ROWS,
     Call,
@@ -198,9 +199,7 @@ class Batcher:
 
     # --- asking: any thread, any event loop -------------------------------------------------------
 
-    def submit(
-        self, requests: Sequence[Any], combine: Callable[[Sequence[Any]], T]
-    ) -> asyncio.Future[T]:
+    def submit(self, requests: Sequence[Any], combine: Combiner[T]) -> asyncio.Future[T]:
         """Ask from a coroutine. Cancelling the future disturbs no other caller.
 
         Args:
@@ -225,7 +224,7 @@ class Batcher:
             self._asked(requests, call.future)
         return call.future  # type: ignore[return-value]
 
-    def ask(self, requests: Sequence[Any], combine: Callable[[Sequence[Any]], T]) -> T:
+    def ask(self, requests: Sequence[Any], combine: Combiner[T]) -> T:
         """Ask from a plain thread, or from a coroutine that may block, and wait for the result.
 
         Raises:

@@ -16,6 +16,7 @@ from attrs import Factory, define
 
 from genlm.core.copies import copies_of, is_part
 from genlm.core.errors import EngineDeadError, PluginError
+from genlm.core.runtime.combiners import Combiner, JointCombiner
 from genlm.core.runtime.timeline import Timeline
 
 T = TypeVar("T")
@@ -30,8 +31,7 @@ class Call(Generic[T]):
     Args:
         requests: One at least.
         future: Gets what ``combine`` makes of the results, or the first error.
-        combine: Makes what the caller gets, on the engine thread. Results are shared with other
-            callers and with the cache, so it copies them. See :func:`combined`.
+        combine: Makes what the caller gets, see :mod:`~genlm.core.runtime.combiners`.
         loop: The event loop of the future; ``None`` for a plain thread.
     """
 
@@ -41,7 +41,7 @@ class Call(Generic[T]):
         self,
         requests: Sequence[Any],
         future: Future[T],
-        combine: Callable[[Sequence[Any]], T],
+        combine: Combiner[T],
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.requests = requests
@@ -121,12 +121,11 @@ def let_go(error: BaseException) -> None:
 
 
 def combined(calls: Sequence[Call[Any]]) -> list[Any]:
-    """What each caller gets. A ``combine`` may have a ``together``, which makes what many callers
-    get: it takes each of theirs, with the results."""
+    """What each caller gets: at once for those whose joint combiners are alike."""
     alike: dict[Any, list[Call[Any]]] = {}
     for call in calls:
-        if call.error is None and (together := getattr(call.combine, "together", None)) is not None:
-            alike.setdefault(together, []).append(call)
+        if call.error is None and isinstance(call.combine, JointCombiner):
+            alike.setdefault(call.combine.together, []).append(call)
     made: dict[Call[Any], Any] = {}
     for together, some in alike.items():
         with contextlib.suppress(Exception):  # no memory for all of them: each tries alone

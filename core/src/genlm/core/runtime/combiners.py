@@ -1,0 +1,39 @@
+"""Combiners: what makes of the results of a call's requests what its caller gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+#: Makes what one caller gets from the results of its requests, which come in the order asked. It
+#: runs on the engine thread. The results are shared with other callers and with the cache, so it
+#: copies what it hands on. If it raises, its caller gets the error and no other does.
+Combiner = Callable[[Sequence[Any]], T]
+
+
+class JointCombiner(Generic[T]):
+    """A combiner that makes what many callers get at once.
+
+    Of the calls that a step ends, those whose ``together`` are equal share one call of it. Nobody
+    waits for that: a call is made with those that end in the same step, or alone. A combiner is
+    joint because its class derives from this one; any other callable makes what each caller gets
+    alone.
+
+    Attributes:
+        together: Takes the combiner and the results of each call. Returns what each caller gets, in
+            that order; an exception is raised by its caller alone. If it raises, there was no
+            memory for all of them: then each combiner is called alone.
+    """
+
+    __slots__ = ()
+
+    together: Callable[[Sequence[tuple[Any, Sequence[Any]]]], Sequence[Any]]
+
+    def __call__(self, results: Sequence[Any]) -> T:
+        (made,) = self.together([(self, results)])
+        if isinstance(made, Exception):
+            raise made
+        given: T = made
+        return given
