@@ -19,10 +19,10 @@ import structlog
 
 from genlm.conformance import ConformanceSuite
 from genlm.core import MockAsyncLM
-from genlm.core.cli import main
+from genlm.core.cli import main, parser
+from genlm.core.cli.doctor import accelerators
+from genlm.core.cli.processor import dtypes_verdict, threads_verdict, timings
 from genlm.core.installation import pip_install
-from genlm.kit.doctor import accelerators
-from genlm.kit.processor import dtypes_verdict, threads_verdict, timings
 
 GENLM = [sys.executable, "-m", "genlm.core"]
 ON_MOCK = ["mock", "Hello", "--backend", "mock"]
@@ -415,6 +415,19 @@ def test_a_shell_completes_subcommands_and_options(shell: str, asked: str, tmp_p
             timeout=300,
         )
         assert said.stdout.split()[:1] == [expected]
+
+
+def test_a_subcommand_of_the_core_is_never_taken_from_another_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An older genlm-kit brings ``doctor``."""
+    older = tmp_path / "older-1.dist-info"
+    older.mkdir()
+    (older / "METADATA").write_text("Metadata-Version: 2.1\nName: older\nVersion: 1\n")
+    (older / "entry_points.txt").write_text("[genlm.commands]\ndoctor = no.such.module\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert parser().parse_args(["doctor"]).command == "doctor"
+    assert capsys.readouterr().err == ""
 
 
 class Terminal(io.StringIO):

@@ -12,7 +12,9 @@ import time
 from attrs import frozen
 
 from genlm.core.checks import number, safe_repr
+from genlm.core.cli.doctor import accelerators
 from genlm.core.cli.model import Commands, add_model, loaded
+from genlm.core.cli.processor import dtypes
 from genlm.core.cli.terminal import Progress, bar, table
 from genlm.core.drawer import TokenDrawer
 from genlm.core.errors import BackendImportError, GenlmError, InvalidOptionError, PluginError
@@ -20,8 +22,6 @@ from genlm.core.installation import pip_install
 from genlm.core.lm import AsyncLM
 from genlm.core.plugins import backend_names, find_backend
 from genlm.core.sampling import checked_params
-from genlm.kit.doctor import accelerators
-from genlm.kit.processor import dtypes
 
 PROMPT = "Once upon a time there was"
 PARTICLES = (1, 2, 4, 8, 16, 32, 64)

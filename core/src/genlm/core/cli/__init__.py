@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from genlm.core.checks import describe_error
-from genlm.core.cli import backends, sample, top
+from genlm.core.cli import backends, doctor, sample, top
 from genlm.core.cli.backends import PrintVersions
 from genlm.core.cli.model import Commands
 from genlm.core.errors import GenlmError
 from genlm.core.installation import pip_install
 
 #: In the order of ``genlm --help``.
-COMMANDS = (sample, top, backends)
+COMMANDS = (sample, top, backends, doctor)
 
 #: Subcommands of other distributions, which may not be installed.
 ELSEWHERE = {
-    **dict.fromkeys(("doctor", "verify"), "genlm-kit"),
+    "verify": "genlm-kit",
     **dict.fromkeys(("bench", "conformance", "new-plugin"), "genlm-conformance"),
 }
 
@@ -85,7 +85,9 @@ def parser(first: str | None = None) -> argparse.ArgumentParser:
     for command in COMMANDS:
         command.add_to(commands)
     if first not in commands.choices:  # to import those of other distributions takes a second
-        installed = list(entry_points(group="genlm.commands"))
+        # A distribution of another version may still bring one that is the core's now.
+        given = entry_points(group="genlm.commands")
+        installed = [entry for entry in given if entry.name not in commands.choices]
         for entry in [entry for entry in installed if entry.name == first] or installed:
             _add_installed(entry, commands)
     for name, distribution in ELSEWHERE.items():

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from genlm.core.cli.backends import backend_table
 from genlm.core.cli.model import Commands
+from genlm.core.cli.processor import timings, usable_processors
 from genlm.core.cli.terminal import Progress, table
 from genlm.core.errors import BackendNotFoundError
 from genlm.core.plugins import available_backends, choose_backend
-from genlm.kit.processor import timings, usable_processors
 
 #: How long to wait for a tool of the system, seconds.
 PATIENCE = 10.0
