@@ -18,6 +18,7 @@ from genlm.core.hints import LM, blocks, known_keywords, missing_attribute
 from genlm.core.known_contexts import KnownContexts
 from genlm.core.options import CORE, CoreOptions, refuse_unknown
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
+from genlm.core.population import Population
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.executor import EngineExecutor
 from genlm.core.runtime.lanes import Counters
@@ -196,6 +197,27 @@ class AsyncLM(GenerationMixin):
             f"<{type(self).__name__} {named}backend={engine.backend!r}, device={engine.device!r}, "
             f"context of {limit}{closed}>"
         )
+
+    # --- populations ------------------------------------------------------------------------------
+
+    @known_keywords
+    def population(
+        self, prompt_token_ids: Iterable[int], n: int, lora_name: LoraName = UNSET
+    ) -> Population:
+        """``n`` particles that begin with a prompt and grow together, in tensors: see
+        :class:`~genlm.core.population.Population`.
+
+        Args:
+            prompt_token_ids: The prompt.
+            n: How many; at least 1.
+            lora_name: The adapter of all of them.
+
+        Raises:
+            InvalidOptionError: ``n`` is not a number from 1 on.
+        """
+        query = self._query(prompt_token_ids, lora_name)
+        name = None if query.adapter is None else query.adapter.name
+        return Population(self, query.context, n, name)
 
     # --- adapters ---------------------------------------------------------------------------------
 

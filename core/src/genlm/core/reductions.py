@@ -193,7 +193,7 @@ def _weights(
 
     rows = rows.cpu() if rows.is_mps else rows  # Metal has no float64
     first = allowed[0]
-    same = all(each is first for each in allowed)
+    same = len({*map(id, allowed)}) == 1
     if same and first is not None and (ids := _tensor(first, rows)).dtype != torch.bool:
         return rows[:, ids].double().exp_(), ids
     weights = rows.double().exp_()

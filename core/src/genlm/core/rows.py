@@ -13,7 +13,7 @@ from genlm.core.cache import OutputCache
 from genlm.core.context import Context, contexts_of, token_ids_of
 from genlm.core.copies import the_copy
 from genlm.core.drawer import Draw, TokenDrawer
-from genlm.core.errors import InvalidInputError, InvalidQueryError
+from genlm.core.errors import InvalidQueryError
 from genlm.core.hints import known_keywords
 from genlm.core.known_contexts import KnownContexts
 from genlm.core.runtime.askers import all_of, blocking
@@ -21,17 +21,13 @@ from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.combiners import Combiner
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.text import TextMixin
-from genlm.core.together import Then
+from genlm.core.together import Then, Thens, each_of
 from genlm.core.types import Query
 
 if TYPE_CHECKING:
     import torch
 
 R = TypeVar("R")
-
-#: What becomes of the rows of several contexts: one function and its arguments for all of them, or
-#: one for each.
-Thens = Then[R] | Iterable[Then[R]]
 
 
 class RowsMixin(TextMixin):
@@ -263,23 +259,6 @@ class RowsMixin(TextMixin):
         if limit is not None and context.length + (room_for or 1) > limit + 1:
             raise InvalidQueryError(_too_long(context.length, room_for, limit))
         return context
-
-
-def each_of(then: Thens[R], n: int) -> Sequence[Then[R]]:
-    """What becomes of each of ``n`` rows.
-
-    Raises:
-        InvalidInputError: another number was given.
-    """
-    if isinstance(then, Then):
-        return [then] * n
-    thens = [*then]
-    if len(thens) != n:
-        raise InvalidInputError(
-            f"there are {n} contexts and {len(thens)} of then; give one for each context, such as "
-            "map(draw, uniforms), or one for all of them"
-        )
-    return thens
 
 
 def _too_long(length: int, room_for: int, limit: int) -> str:

@@ -146,10 +146,32 @@ class together(Generic[R]):
 class Then(JointCombiner[R]):
     """A function of rows, and what one caller gives it: made by calling a :class:`together`."""
 
-    __slots__ = ("given", "together")
+    __slots__ = ("function", "given", "together")
 
     def __init__(self, function: together[R], given: Sequence[Any]) -> None:
-        self.together, self.given = function.results_of, given
+        self.function, self.together, self.given = function, function.results_of, given
+
+
+#: What becomes of the rows of several contexts: one function and its arguments for all of them, or
+#: one for each.
+Thens = Then[R] | Iterable[Then[R]]
+
+
+def each_of(then: Thens[R], n: int) -> Sequence[Then[R]]:
+    """What becomes of each of ``n`` rows.
+
+    Raises:
+        InvalidInputError: another number was given.
+    """
+    if isinstance(then, Then):
+        return [then] * n
+    thens = [*then]
+    if len(thens) != n:
+        raise InvalidInputError(
+            f"there are {n} contexts and {len(thens)} of then; give one for each context, such as "
+            "map(draw, uniforms), or one for all of them"
+        )
+    return thens
 
 
 def own(results: list[Any]) -> list[Any]:
