@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests, conformance and quick figures on a GPU, on a machine without a package index.
 #
-#   benchmarks/gpu.sh [--device cuda|cpu] [--quick] [--stages tests,trie] [--shapes 135m,1b,8b] [--out FILE]
+#   benchmarks/gpu.sh [--device cuda|cpu] [--quick] [--stages vllm-v2,steps] [--limit SECONDS] [--shapes 135m,1b,8b] [--out FILE]
 #
 # Python with torch, transformers, peft, pluggy, attrs, structlog, hypothesis and pytest must be there;
 # PYTHON names another one than `python`. Our sources go on PYTHONPATH. Entry points are found through

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +45,8 @@ class Size:
 QUICK = Size("tiny,tiny-gemma2,tiny-mamba,135m", "1,8", "20,100", 5, 8, "8")
 FULL = Size("135m,1b,8b,gemma2,mamba", "1,32,256,1000", "20,1000", 10, 128, "32,256")
 
+ROOT = Path(__file__).resolve().parents[2]
+
 #: What was found of one thing, and whether it is well.
 Found = tuple[dict[str, Any], bool]
 
@@ -58,10 +64,7 @@ def conform(options: argparse.Namespace, backend: str = "hf") -> Iterator[Found]
 
 
 def conform_vllm(options: argparse.Namespace) -> Iterator[Found]:
-    if find_spec("vllm") is None:
-        yield {"what": "conformance", "backend": "vllm", "skipped": "vLLM is not installed"}, True
-    else:
-        yield from conform(options, "vllm")
+    yield from conform(options, "vllm")
 
 
 def sum_tries(options: argparse.Namespace) -> Iterator[Found]:
@@ -105,13 +108,48 @@ def run_program(options: argparse.Namespace) -> Iterator[Found]:
         yield {"what": "program", "particles": particles, **figures}, True
 
 
-STAGES: dict[str, Callable[[argparse.Namespace], Iterator[Found]]] = {
-    "tests": check,
-    "conformance": conform,
-    "trie": sum_tries,
-    "steps": step,
-    "program": run_program,
-    "vllm": conform_vllm,
+def run_parts(options: argparse.Namespace) -> Iterator[Found]:
+    """What parts of genlm-vllm give; well if the benchmark runs."""
+    if not (default_folder() / "model.safetensors").exists():
+        yield {"what": "vllm parts", "skipped": "no model; run tools/smollm2.py"}, True
+        return
+    command = [sys.executable, "-m", "benchmarks.vllm_parts", "ours"]
+    command += ["--model", str(default_folder()), *(["--quick"] if options.quick else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    for line in done.stdout.splitlines():
+        if "case" in (found := json.loads(line)):
+            yield {"what": "vllm parts"} | found, True
+    yield {"what": "vllm parts", "passed": not done.returncode}, not done.returncode
+
+
+@frozen
+class Stage:
+    """A part of the run, in a process of its own.
+
+    Attributes:
+        run: Gives what it finds; ``None`` where another module does.
+        seconds: Its limit. Then it is ended, and what it found is kept.
+        module: What is run, with its first arguments.
+        needs: A package without which the stage is skipped.
+    """
+
+    run: Callable[[argparse.Namespace], Iterator[Found]] | None
+    seconds: int
+    module: tuple[str, ...] = ("tools.gpu",)
+    needs: str = "torch"
+
+
+#: What decides comes first: a short loan of a GPU may end before the rest.
+STAGES = {
+    "vllm-v2": Stage(None, 240, ("tools.gpu.runners", "v2"), "vllm"),
+    "vllm-v1": Stage(None, 240, ("tools.gpu.runners", "v1"), "vllm"),
+    "steps": Stage(step, 420),
+    "trie": Stage(sum_tries, 120),
+    "program": Stage(run_program, 240),
+    "vllm-parts": Stage(run_parts, 300, needs="vllm"),
+    "tests": Stage(check, 560),
+    "conformance": Stage(conform, 560),
+    "vllm": Stage(conform_vllm, 560, needs="vllm"),
 }
 
 
@@ -129,7 +167,9 @@ def arguments() -> argparse.Namespace:
     add("--particles", help=f"default: {FULL.particles}; quick: {QUICK.particles}")
     add("--dtype", help="of steps and the program; default: bfloat16, or float32 on a CPU")
     add("--repeat", type=int, help=f"default: {FULL.repeat}; quick: {QUICK.repeat}")
+    add("--limit", type=int, help="seconds for each stage; by default each has its own")
     add("--out", type=Path, default=Path("build/gpu.json"))
+    add("--inside", choices=STAGES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.on_cpu = torch.device(options.device).type == "cpu"
     # A trie takes "cpu" for NumPy's kernel; with a number it is the one of accelerators.
@@ -150,17 +190,64 @@ def arguments() -> argparse.Namespace:
     return options
 
 
+def run(name: str, options: argparse.Namespace) -> Iterator[Found]:
+    """One stage, in a process of its own, until its limit."""
+    stage = STAGES[name]
+    if find_spec(stage.needs) is None:
+        yield {"what": name, "skipped": f"{stage.needs} is not installed"}, True
+        return
+    command = [sys.executable, "-m", *stage.module]
+    if stage.run is not None:
+        command += [*sys.argv[1:], "--stages", name, "--inside", name]
+    else:
+        command += ["--device", options.device, *(["--quick"] if options.quick else [])]
+    seconds, late = options.limit or stage.seconds, threading.Event()
+    pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipe) as child:
+
+        def end() -> None:
+            late.set()
+            os.killpg(child.pid, signal.SIGKILL)
+
+        timer = threading.Timer(seconds, end)
+        timer.start()
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("{"):
+                yield json.loads(line), True
+            else:  # what pytest says, or an engine
+                print(line, end="", flush=True)
+        code = child.wait()
+        timer.cancel()
+    if late.is_set():
+        yield {"what": name, "ended": f"by its limit of {seconds} s"}, False
+    elif code:
+        yield {"what": name, "failed": f"with exit code {code}"}, False
+
+
+def run_inside(name: str, options: argparse.Namespace) -> bool:
+    """One stage, in this process: prints what it finds. Whether all is well."""
+    sound, found = True, STAGES[name].run
+    assert found is not None
+    for figures, well in found(options):
+        print(json.dumps(figures), flush=True)
+        sound &= well
+    return sound
+
+
 def main() -> None:
     options = arguments()
     if not options.on_cpu and not torch.cuda.is_available():
         print("gpu: skipped, since PyTorch sees no CUDA device; --device cpu tries the same code")
         return
+    if options.inside:
+        sys.exit(not run_inside(options.inside, options))
     name = "CPU" if options.on_cpu else torch.cuda.get_device_name(options.device)
     result: dict[str, Any] = {"device": name, "torch": torch.__version__, "figures": []}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     sound = True
     for stage in options.stages.split(","):
-        for figures, well in STAGES[stage](options):
+        for figures, well in run(stage, options):
             print(json.dumps(figures), flush=True)
             result["figures"].append(figures)
             options.out.write_text(json.dumps(result, indent=1) + "\n")  # what is there is kept

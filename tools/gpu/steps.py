@@ -14,7 +14,7 @@ from genlm.hf import AsyncTransformer
 from genlm.hf.cudnn import attention_kernels
 from genlm.hf.runner import CACHE_NAMES
 from tools.gpu import peer
-from tools.gpu.timing import medians, seconds, work_of
+from tools.gpu.timing import medians, seconds, waits_of, work_of
 from tools.shapes import VOCABULARY
 
 #: The most tokens in one raw forward, so that a long prefill fits into memory.
@@ -100,14 +100,14 @@ class Contexts:
 
 def step_figures(
     model: Any, contexts: int, length: int, repeat: int, *, shared: bool
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """A step in which each context grows by one token, ours and transformers' own.
 
     Returns:
         Milliseconds of ours in one call, in a coroutine for each context and after resampling, of
-        the raw model and of genlm-backend where it is here; what a step makes the device do; what
-        the core takes of a step for each request (microseconds); and how far any of the rows are
-        apart (nats).
+        the raw model and of genlm-backend where it is here; what a step makes the device do, and
+        where Python waits for it; what the core takes of a step for each request (microseconds);
+        and how far any of the rows are apart (nats).
     """
     device, grown = str(model.device), Contexts(contexts, length, shared=shared)
     raw, apart = Raw(model, grown.all), 0.0
@@ -143,6 +143,8 @@ def step_figures(
             gathered.append(seconds(lambda: runner.run(coroutines()), device))
         grown.grow()
         work |= work_of(ours, device)
+        grown.grow()
+        waits = waits_of(ours, device)
         for _ in range(repeat + 1):
             grown.resample()
             grown.grow()
@@ -156,6 +158,7 @@ def step_figures(
         # On a GPU that is with waiting for the device, which the engine leaves to its callers.
         "core_us_per_request": 1e3 * medians(core=core)["core_ms"] / contexts,
         "rows_apart": apart,
+        "waits_at": dict(waits),
         **work,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -63,6 +64,23 @@ def work_of(call: Callable[[], object], device: str) -> dict[str, float]:
         "copies": sum(found[name] for name in COPIES),
         "busy_ms": 1e-3 * busy,
     }
+
+
+def waits_of(call: Callable[[], object], device: str) -> Counter[str]:
+    """Where Python waits for a GPU while it makes a call, by file and line; nothing on other
+    devices."""
+    if not on_cuda(device):
+        call()
+        return Counter()
+    finish(device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return Counter(f"{each.filename}:{each.lineno}" for each in caught)
 
 
 def medians(**times: list[float]) -> dict[str, Any]:

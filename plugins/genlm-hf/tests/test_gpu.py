@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import textwrap
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,3 +101,36 @@ def test_the_command_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.Mon
         ("step", True),
     ]
     assert all(step["times_raw"] > 0 for step in found["figures"])
+
+
+@pytest.mark.parametrize("ends", ["by its limit", "with an error"])
+def test_a_stage_that_does_not_end_well_takes_nothing_from_the_next(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a process of its own; what it had found is kept."""
+    script = """
+        import json, sys, threading
+        print(json.dumps({"what": "first figure"}), flush=True)
+        print("what an engine says", flush=True)
+        sys.exit(3) if "error" in sys.argv[1] else threading.Event().wait()
+    """
+    (tmp_path / "stage.py").write_text(textwrap.dedent(script))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    ill = command.Stage(None, 5, ("stage", ends))
+    monkeypatch.setitem(command.STAGES, "ill", ill)
+    file = tmp_path / "found.json"
+    words = "--device cpu --stages ill,steps --shapes tiny --contexts 1 --lengths 20 --repeat 1"
+    monkeypatch.setattr("sys.argv", ["gpu", *words.split(), "--out", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code
+    first, second, step = json.loads(file.read_text())["figures"]
+    assert first == {"what": "first figure"}
+    assert second == {"what": "ill", **ENDS[ends]}
+    assert step["what"] == "step"
+
+
+ENDS = {
+    "by its limit": {"ended": "by its limit of 5 s"},
+    "with an error": {"failed": "with exit code 3"},
+}
