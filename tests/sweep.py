@@ -34,6 +34,9 @@ LENGTHS = (5, FAR, FAR + 1, FAR + 4, 2 * FAR + 1, 4 * FAR + 1)
 #: How far rows may be off: GELU is exact in some models and approximate in others.
 CLOSE = 2e-2
 
+#: The spread of biases, and of the weights of norms around their own values.
+SPREAD = 0.2
+
 #: How much narrower than the family's default a model is made: the first that can be built.
 FACTORS = (16, 32, 8, 64, 4)
 
@@ -212,10 +215,16 @@ def random_model(kind: Any, settings: Any) -> Any:
         raise ValueError(f"it would have {weights:,} weights")
     torch.manual_seed(0)
     model = kind(settings).float()
+    saved = model.state_dict().keys()
+    buffers = [
+        one for name, one in model.named_buffers() if name in saved and one.is_floating_point()
+    ]
     with torch.no_grad():
-        for one in model.parameters():
+        for one in (*model.parameters(), *buffers):
             if one.ndim > 1:  # rows far from uniform
                 one.normal_(0, max(one.shape[-1], 8) ** -0.5)
+            else:  # else biases are zeros and norms are ones, and an engine may leave them out
+                one.add_(torch.randn_like(one) * SPREAD)
     return model
 
 

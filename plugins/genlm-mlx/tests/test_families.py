@@ -95,7 +95,7 @@ def test_a_pinned_prefix_stays_within_no_bytes_and_is_dropped_by_clear(
 
 #: What mlx-lm cannot do of a folder.
 REFUSED = {
-    "a head beside tied embeddings": "lm_head.weight that differs from its embeddings",
+    "a head beside tied embeddings": "model.embed_tokens.weight and lm_head.weight, which differ",
     "names without their beginning": "parameters not in model: embed_tokens.weight",
     "old buffers, and no last norm": r"Missing 1 parameters: model\.norm\.weight",
     "pickled": "No safetensors found",

@@ -33,13 +33,19 @@ RIGHT = {
     "qwen2": [WINDOWED, *ROPES[:3]],
 }
 REFUSED = {
-    "gemma2": [{"tie_word_embeddings": False}],
     "gpt_bigcode": [{"scale_attn_weights": False}],
     "gpt2": [{"activation_function": "relu"}],
     "olmo2": [{"hidden_act": "gelu"}],
     "olmoe": [{"norm_topk_prob": True}, {"clip_qkv": 0.3}],
     "opt": [{"activation_function": "silu"}],
-    "phi": [{"qk_layernorm": True}],
+}
+#: Changes for which a checkpoint has weights that SGLang's class of the family has not.
+LEFT_OUT = {
+    "gemma": ({"attention_bias": True}, r"self_attn\.\w_proj\.bias \(8 weights"),
+    "gemma2": ({"tie_word_embeddings": False}, r"lm_head\.weight \(1 weights"),
+    "granitemoe": ({"attention_bias": True}, r"self_attn\.\w_proj\.bias \(8 weights"),
+    "llama": ({"mlp_bias": True}, r"mlp\.\w+_proj\.bias \(6 weights"),
+    "phi": ({}, r"lm_head\.bias \(1 weights"),  # which every checkpoint of it has
 }
 
 
@@ -65,6 +71,15 @@ def test_settings_are_computed_or_refused(family: str, tmp_path: Path) -> None:
         assert f"{name}={value!r}" in one.why
 
 
+@pytest.mark.parametrize("family", LEFT_OUT)
+def test_weights_that_sglang_would_leave_out_are_refused(family: str, tmp_path: Path) -> None:
+    change, named = LEFT_OUT[family]
+    *_, found = SWEEP.of(family, tmp_path, lambda _: [change])
+    assert found.changed == change
+    assert found.outcome == "refused", found
+    assert re.search(rf"{named} .*SGLang leaves them out of {family}; load it with", found.why)
+
+
 def test_the_activation_of_experts_is_compared_too() -> None:
     experts = torch.nn.Identity()
     experts.moe_runner_config = SimpleNamespace(activation="silu")
@@ -86,7 +101,7 @@ def test_latent_attention_is_refused_by_name(tmp_path: Path) -> None:
 REFUSED_FOLDERS = {
     "another family's scale": "logit_scale=0.1, and SGLang's llama applies it",
     "no architecture": "SGLang cannot serve",
-    "a head beside tied embeddings": "lm_head.weight that differs from its embeddings",
+    "a head beside tied embeddings": "model.embed_tokens.weight and lm_head.weight, which differ",
     "names without their beginning": "no weights of LlamaForCausalLM for model.embed_tokens.weight",
     "old buffers, and no last norm": r"for model\.norm\.weight \(1 of ",
 }

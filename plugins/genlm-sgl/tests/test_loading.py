@@ -14,6 +14,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from genlm.core import (
     BackendUnavailableError,
@@ -180,6 +181,26 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tiny, tmp_path):
         load_model_by_name(str(folder), backend="sgl", llm_opts={"engine_opts": SMALL})
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_other_files_beside_the_weights_are_passed_over(tiny, tmp_path, reference, name):
+    """Of a fine-tuning in the folder of an earlier download, for example: SGLang would read the
+    shards that the old index names."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    others = {one: torch.randn_like(weight) for one, weight in weights.items()}
+    save_file(others, folder / "old-1-of-1.safetensors", {"format": "pt"})
+    if name.endswith(".bin"):
+        (folder / "model.safetensors").unlink()
+        torch.save(weights, folder / name)
+    else:
+        places = {"metadata": {}, "weight_map": dict.fromkeys(weights, "old-1-of-1.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(places))
+    with AsyncSGLTransformer.from_name(str(folder), SMALL) as lm:
+        row = lm.next_token_logprobs_sync([5, 6, 7])
+    expected = reference([(5, 6, 7)])[0, : len(row)].log_softmax(-1)
+    torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+
+
 class Named(torch.nn.Module):
     """As SGLang's models load weights: what is not there stays as it is."""
 
@@ -190,7 +211,7 @@ class Named(torch.nn.Module):
         self.k_scale = torch.nn.Parameter(torch.ones(2))
 
     def load_weights(self, weights):
-        for name, one in weights.items():
+        for name, one in weights:
             self.get_parameter(name).data.copy_(one)
 
 
@@ -218,19 +239,19 @@ def test_weights_must_be_in_the_checkpoint(weights, lacks, zeros, tiny, monkeypa
         return model
 
     monkeypatch.setattr(loader, "_initialize_model", made)
-    with required(tiny):
+    with required(tiny, AutoConfig.from_pretrained(tiny)):
         model = loader._initialize_model()
     with (
         pytest.raises(EngineError, match=rf"for {lacks} \(1 of 3\) in .*backend='hf'")
         if lacks
         else nullcontext()
     ):
-        model.load_weights(weights)
+        model.load_weights([*weights.items()])
     assert loader._initialize_model is made
     if lacks is None:
         assert model.norm.tolist() == weights.get("norm", torch.ones(4)).tolist()
         assert model.lm_head.weight.equal(WHOLE["lm_head.weight"])
-        model.load_weights({"norm": torch.zeros(4)})  # later a part of them is enough
+        model.load_weights([("norm", torch.zeros(4))])  # later a part of them is enough
 
 
 def test_settings_of_a_model_that_also_sees(tmp_path: Path, monkeypatch) -> None:
@@ -239,7 +260,7 @@ def test_settings_of_a_model_that_also_sees(tmp_path: Path, monkeypatch) -> None
 
     asked = []
 
-    def schedule(arguments, index):
+    def schedule(arguments, index, settings):
         asked.append(json.loads(arguments["json_model_override_args"]))
         raise KeyboardInterrupt
 

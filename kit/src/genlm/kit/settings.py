@@ -7,6 +7,7 @@ model that its engine has loaded.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from functools import cache
 from inspect import signature
@@ -17,7 +18,6 @@ import torch
 from attrs import frozen
 
 from genlm.core.checks import describe_error
-from genlm.core.errors import EngineError, ModelNotFoundError
 from genlm.core.logs import get_logger
 
 log = get_logger()
@@ -69,30 +69,6 @@ def language_part(whole: Any) -> str | None:
     return next((n for n in whole.sub_configs if getattr(whole, n, None) is settings), None)
 
 
-def require_weights(model: str, settings: Any) -> None:
-    """For engines that leave weights which a checkpoint lacks as they were in memory. A checkpoint
-    with names that transformers would first convert is not looked at.
-
-    Raises:
-        ModelNotFoundError: weights are missing.
-    """
-    from safetensors import safe_open
-
-    held: set[str] = set()
-    for file in Path(model).glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            held.update(opened.keys())
-    empty = in_transformers(settings) if held else None
-    if empty is None:
-        return
-    absent = sorted({name for name, _ in empty.named_parameters()} - held)
-    if absent and held <= set(empty.state_dict()):
-        raise ModelNotFoundError(
-            f"the checkpoint {model!r} lacks weights of {type(empty).__name__}: "
-            f"{', '.join(absent[:4])} ({len(absent)} in all); copy or download the whole folder"
-        )
-
-
 def in_transformers(settings: Any) -> torch.nn.Module | None:
     """The model that transformers makes of settings, without weights; ``None`` if it makes none."""
     from transformers import AutoModelForCausalLM
@@ -108,32 +84,6 @@ def in_transformers(settings: Any) -> torch.nn.Module | None:
     return model
 
 
-def require_one_head(model: str | Path, settings: Any, engine: str) -> None:
-    """For engines that take the embeddings for the output layer wherever the configuration ties
-    them. transformers takes an output layer that the checkpoint has besides.
-
-    Raises:
-        EngineError: it has one that differs.
-    """
-    from safetensors import safe_open
-
-    if not getattr(settings, "tie_word_embeddings", False):
-        return
-    found: dict[str, torch.Tensor] = {}
-    for file in Path(model).glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            names = opened.keys()
-            for name in names:
-                if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-                    found[name.rpartition(".")[0].rpartition(".")[2]] = opened.get_tensor(name)
-    if len(found) == 2 and not torch.equal(*found.values()):
-        raise EngineError(
-            f"the checkpoint {str(model)!r} has an lm_head.weight that differs from its embeddings,"
-            f" and tie_word_embeddings=True, by which {engine} takes one for both; load it with "
-            "backend='hf', or write tie_word_embeddings=false into its config.json"
-        )
-
-
 @cache
 def is_read(family: str, setting: str) -> bool:
     """Whether the code of a family in transformers names a setting; true where it is not there."""
@@ -142,7 +92,8 @@ def is_read(family: str, setting: str) -> bool:
 
     folder = Path(transformers.models.__path__[0]) / model_type_to_module_name(family)
     code = [file.read_text(encoding="utf-8") for file in folder.glob("modeling_*.py")]
-    return not code or any(setting in text for text in code)
+    named = re.compile(rf"\b{re.escape(setting)}\b")  # hidden_act is a part of hidden_activation
+    return not code or any(map(named.search, code))
 
 
 def alike(value: object, other: object) -> bool:

@@ -14,8 +14,9 @@ import mlx.core as mx
 from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
+from genlm.kit.checkpoints import require_one_head, require_weights
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
-from genlm.kit.settings import require_one_head, rope_limits, settings_of
+from genlm.kit.settings import rope_limits, settings_of
 from genlm.mlx import rotary, windows
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.engine import MlxEngine
@@ -58,6 +59,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         )
     config = json.loads((folder / "config.json").read_text())
     settings = settings_of(folder)
+    require_weights(str(folder), settings)
     require_one_head(folder, settings, "mlx-lm")
     try:
         given = unsaid(config, settings)

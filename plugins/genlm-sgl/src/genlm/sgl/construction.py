@@ -13,9 +13,9 @@ from genlm.sgl import attention
 from genlm.sgl.weights import required
 
 
-def construct(options: Mapping[str, Any], gpu_id: int) -> Any:
+def construct(options: Mapping[str, Any], gpu_id: int, settings: Any) -> Any:
     """Does what ``run_scheduler_process`` does, without making the process a worker: no title, no
-    handlers, no affinity."""
+    handlers, no affinity. For the arguments see :class:`genlm.sgl.internals.Scheduler`."""
     from sglang.srt.managers import scheduler as module
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import publish
@@ -48,7 +48,7 @@ def construct(options: Mapping[str, Any], gpu_id: int) -> Any:
         place = {}
     scheduler = module.Scheduler.__new__(module.Scheduler)
     try:
-        with required(arguments.model_path):
+        with required(arguments.model_path, settings):
             scheduler.__init__(arguments, ports, **place)
     finally:
         # Also when the constructor fails: when an open socket is collected, it waits for ever until

@@ -33,13 +33,15 @@ class Scheduler:
     Args:
         options: SGLang's server arguments.
         gpu_id: Which GPU; 0 on the CPU.
+        settings: See :func:`genlm.kit.settings.settings_of`.
 
     Raises:
         BackendUnavailableError: this process already has an SGLang model or a process group.
         InvalidOptionError: SGLang has no such argument, or would take no prompt.
+        EngineError: weights were left out.
     """
 
-    def __init__(self, options: Mapping[str, Any], gpu_id: int) -> None:
+    def __init__(self, options: Mapping[str, Any], gpu_id: int, settings: Any = None) -> None:
         from sglang.srt.distributed import model_parallel_is_initialized
         from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -51,7 +53,7 @@ class Scheduler:
             )
         try:
             with randomness.left_alone():
-                self._scheduler = construct(options, gpu_id)
+                self._scheduler = construct(options, gpu_id, settings)
             self._require_room()
         except BaseException:
             release_globals()

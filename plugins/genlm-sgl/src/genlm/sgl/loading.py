@@ -11,13 +11,9 @@ from genlm.core.checks import describe_error, safe_repr
 from genlm.core.errors import EngineDeadError, EngineError, GenlmError, InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.core.options import refuse_unknown
+from genlm.kit.checkpoints import require_weights
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
-from genlm.kit.settings import (
-    language_part,
-    require_one_head,
-    require_weights,
-    whole_settings_of,
-)
+from genlm.kit.settings import language_part, whole_settings_of
 from genlm.sgl.engine import PROBE, SglEngine
 from genlm.sgl.internals import Scheduler
 from genlm.sgl.lora import SglLoraEngine
@@ -50,11 +46,11 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
     settings = _settings(arguments)
     if arguments.get("load_format") != "dummy":
         require_weights(model, settings)
-        require_one_head(model, settings, "SGLang")
     index = gpu_index(arguments["device"], options.get("gpu_id", 0))
     with _explained(model, settings, options):
         try:
-            scheduler = Scheduler({**arguments, **_amendments(arguments, settings)}, index)
+            given = {**arguments, **_amendments(arguments, settings)}
+            scheduler = Scheduler(given, index, settings)
         except Exception:
             folder = arguments.get("tokenizer_path") or model
             require_tokenizer(folder, "engine_opts={'tokenizer_path': ...}")

@@ -32,7 +32,6 @@ LEFT_OUT: dict[str, tuple[object, ...]] = {
     ACTIVATION: ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
     "clip_qkv": (None,),
     "mscale_all_dim": (None, 0),
-    "qk_layernorm": (False,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "scale_attn_weights": (True,),
 }
@@ -60,7 +59,6 @@ def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
     attentions = [module for module in model.modules() if isinstance(module, RadixAttention)]
     _require_activation(model, settings)
     _require_weights_of_experts(model, settings)
-    _require_head(model, settings)
     _refuse_what_only_sglang_reads(settings)
     _refuse_what_is_left_out(model, settings)
     for module in model.modules():
@@ -139,16 +137,6 @@ def _require_whole_keys(model: Any, settings: Any) -> None:
             f"SGLang has no latent attention for {settings.model_type} in plain PyTorch; load it "
             "with backend='hf'"
         )
-
-
-def _require_head(model: Any, settings: Any) -> None:
-    """Some of SGLang's models always use the embeddings at the end, too."""
-    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
-    shared = type(getattr(model, "lm_head", None)) in (type(None), VocabParallelEmbedding)
-    if settings.tie_word_embeddings is False and shared and not heads:
-        raise _error(settings, "tie_word_embeddings=False", "leaves out the last layer")
 
 
 def _cap_at_the_end(model: Any) -> None:

@@ -1,57 +1,81 @@
 """The weights that SGLang loads: it leaves what it does not find in a checkpoint as it was in
-memory, and passes over names that it does not know."""
+memory, passes over names that it does not know, and reads other files than transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from genlm.core.errors import EngineError
-from genlm.kit.settings import in_transformers, settings_of
+from genlm.kit.checkpoints import Reading, read_by_transformers, require_all_read
+from genlm.kit.settings import in_transformers
 
 #: Ends of the names of parameters that checkpoints need not have: of quantised weights and caches.
 OPTIONAL = ("scale", "scale_inv", "zero_point")
 
+#: The values of ``load_format`` for folders that transformers reads, too.
+FORMATS = ("auto", "safetensors")
+
 
 @contextmanager
-def required(model_path: str) -> Iterator[None]:
-    """While SGLang makes a model: refuse it if its weights were not all in the checkpoint.
+def required(model_path: str, settings: Any) -> Iterator[None]:
+    """While SGLang makes a model: refuse it if its weights were not all in the checkpoint, or
+    transformers would read more of that.
+
+    Args:
+        model_path: The folder or hub name.
+        settings: See :func:`genlm.kit.settings.settings_of`.
 
     Raises:
-        EngineError: some were not.
+        EngineError: some were not, or it would.
     """
     from sglang.srt.model_loader import loader
 
-    original = loader._initialize_model
+    original, prepare = loader._initialize_model, loader.DefaultModelLoader._prepare_weights
+    folders: list[Path] = []
+
+    def prepare_as_transformers(self: Any, *args: Any, **named: Any) -> tuple[str, list[str], bool]:
+        folder, files, safe = prepare(self, *args, **named)
+        folders.append(Path(folder))
+        if self.load_config.load_format in FORMATS:
+            files = read_by_transformers(folder, files)
+            safe = files[0].endswith(".safetensors")
+        return folder, files, safe
 
     def initialize(*args: Any, **options: Any) -> Any:
         model = original(*args, **options)
         load = model.load_weights
 
-        def load_all(*given: Any, **named: Any) -> Any:
+        def load_all(weights: Any, *given: Any, **named: Any) -> Any:
             del model.load_weights  # further weights may be a part of them
-            marked = list(_mark(model))
-            result = load(*given, **named)
-            absent = [one for one in marked if _is_absent(model, *one, model_path)]
+            marked, reading = list(_mark(model)), Reading()
+            with reading.watched():
+                result = load(reading.of(weights), *given, **named)
+            absent = [one for one in marked if _is_absent(model, *one, settings)]
             if absent:
                 raise EngineError(
                     f"SGLang finds no weights of {type(model).__name__} for {absent[0][0]} "
                     f"({len(absent)} of {len(marked)}) in {model_path!r}, or they are NaN; it may "
                     "call them otherwise: load it with backend='hf'"
                 )
+            folder = folders[0] if folders else None
+            require_all_read(reading.unread(model), model_path, folder, settings, "SGLang")
             return result
 
         model.load_weights = load_all
         return model
 
     loader._initialize_model = initialize
+    loader.DefaultModelLoader._prepare_weights = prepare_as_transformers
     try:
         yield
     finally:
         loader._initialize_model = original
+        loader.DefaultModelLoader._prepare_weights = prepare
 
 
 def _mark(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -70,7 +94,7 @@ def _mark(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Ten
 
 
 def _is_absent(
-    model: torch.nn.Module, name: str, place: torch.Tensor, before: torch.Tensor, model_path: str
+    model: torch.nn.Module, name: str, place: torch.Tensor, before: torch.Tensor, settings: Any
 ) -> bool:
     """Whether a parameter was not loaded. A norm that SGLang has and transformers' model has not is
     put back as it was made."""
@@ -79,7 +103,7 @@ def _is_absent(
     constant = bool((before == before[0]).all()) and float(before[0]) != 0  # memory may be zeros
     if model.get_parameter(name).ndim > 1 or not constant or not bool(place.isnan().all()):
         return True
-    empty = in_transformers(settings_of(model_path))
+    empty = in_transformers(settings)
     if empty is None or name in dict(empty.named_parameters()):
         return True
     place.copy_(before)

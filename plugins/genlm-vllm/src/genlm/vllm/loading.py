@@ -16,14 +16,10 @@ from genlm.core.checks import describe_error, integer
 from genlm.core.errors import EngineError, GenlmError, InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.kit import randomness
+from genlm.kit.checkpoints import require_weights
 from genlm.kit.memory import is_out_of_memory
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
-from genlm.kit.settings import (
-    language_part,
-    require_weights,
-    settings_of,
-    whole_settings_of,
-)
+from genlm.kit.settings import language_part, settings_of, whole_settings_of
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.internals import EngineCore, engine_core_here, process_groups

@@ -1,0 +1,353 @@
+"""Checkpoints: which files and tensors of a folder transformers reads, and which an engine has
+read.
+
+An engine that reads others serves another model than the folder's, and raises nothing: loaders pass
+over names that their classes do not have.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from threading import Lock, get_ident
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from genlm.core.checks import describe_error
+from genlm.core.errors import EngineError, ModelNotFoundError
+from genlm.core.logs import get_logger
+from genlm.kit.model_files import require_object
+from genlm.kit.settings import in_transformers
+
+log = get_logger()
+
+#: The files of weights that transformers looks for, the first that is there; and the index that
+#: says of each in which files the weights are instead.
+WEIGHT_FILES = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+
+#: What models that also see call their language model.
+LANGUAGE_PARTS = {"language_model", "text_model"}
+
+#: Unread tensors of up to this many bytes are kept until the end of a load: their values are
+#: looked at, and no other tensor takes their place in memory.
+KEPT_BYTES = 1 << 20
+
+#: The shapes of tensors of a checkpoint by name.
+Shapes = Mapping[str, Sequence[int]]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights that transformers reads in a folder; none if it would find none.
+
+    Raises:
+        ModelNotFoundError: an index is not a JSON object.
+    """
+    for whole, index in WEIGHT_FILES:
+        if (folder / whole).is_file():
+            return [folder / whole]
+        if (folder / index).is_file():
+            named = set(require_object(folder / index).get("weight_map", {}).values())
+            return [folder / name for name in sorted(named)]
+    return []
+
+
+def read_by_transformers(folder: str, found: Sequence[str]) -> list[str]:
+    """The files of weights that transformers reads in a folder, in place of those that an engine
+    has found there. The log names those that are passed over."""
+    files = [str(file) for file in weight_files(Path(folder)) if file.is_file()]
+    if not files or {*files} == {*found}:
+        return list(found)
+    others = sorted({Path(file).name for file in found} - {Path(file).name for file in files})
+    log.warning("weights.passed_over", folder=folder, files=others, why="transformers reads others")
+    return files
+
+
+class Reading:
+    """Sees which tensors of a checkpoint an engine's loader reads.
+
+    A tensor is read by an operation that makes something else of its values: a copy, another type,
+    a sum. A view of it is not. So nothing depends on how a loader renames, splits and joins what
+    it reads.
+    """
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._unread: dict[int, _Unread] = {}
+        self._lock = Lock()  # loaders read in several threads
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While a loader works in this thread, and in others to which it gives work."""
+        here, submit = get_ident(), ThreadPoolExecutor.submit
+
+        def watched_too(work: Callable[..., Any]) -> Callable[..., Any]:
+            def do(*args: Any, **named: Any) -> Any:
+                with _Operations(self._has_read):
+                    return work(*args, **named)
+
+            return do
+
+        def submit_watched(
+            pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **named: Any
+        ) -> Any:
+            if get_ident() == here:
+                work = watched_too(work)
+            return submit(pool, work, *args, **named)
+
+        ThreadPoolExecutor.submit = submit_watched  # type: ignore[method-assign, assignment]
+        try:
+            with _Operations(self._has_read):
+                yield
+        finally:
+            ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+
+    def of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The names and tensors of a checkpoint, on their way to the loader."""
+        for name, tensor in weights:
+            self._add(name, tensor)
+            yield name, tensor
+
+    def unread(self, model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of tensors that no operation has read, that are no weights of the
+        loaded model themselves, and not all zeros."""
+        for one in (*model.parameters(), *model.buffers()):
+            if not one.is_meta:
+                self._has_read(one)
+        found = (self._unread[begin] for begin in self._begins)
+        return {one.name: one.shape for one in found if not one.is_known_to_be_zeros}
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        if begin == end:
+            return
+        values = tensor if tensor.nbytes <= KEPT_BYTES else None
+        with self._lock:
+            # What was there before has been freed.
+            first, last = bisect_left(self._begins, begin), bisect_left(self._begins, end)
+            for freed in self._begins[first:last]:
+                del self._unread[freed]
+            self._begins[first:last] = [begin]
+            self._unread[begin] = _Unread(name, tuple(tensor.shape), end, values)
+
+    def _has_read(self, tensor: torch.Tensor) -> None:
+        address = tensor.data_ptr()
+        with self._lock:
+            at = bisect_right(self._begins, address) - 1
+            if at >= 0 and address < self._unread[self._begins[at]].end:
+                del self._unread[self._begins.pop(at)]
+
+
+@frozen(eq=False)
+class _Unread:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        name: Its name.
+        shape: Its shape.
+        end: The address behind it.
+        values: The tensor, if it is small.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    end: int
+    values: torch.Tensor | None
+
+    @property
+    def is_known_to_be_zeros(self) -> bool:
+        return self.values is not None and not bool(self.values.count_nonzero())
+
+
+class _Operations(TorchDispatchMode):
+    """Tells of the tensors that operations read in a thread."""
+
+    def __init__(self, has_read: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._has_read = has_read
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            for one in tree_leaves((args, kwargs)):
+                if type(one) is torch.Tensor and not one.is_meta:
+                    self._has_read(one)
+        return func(*args, **(kwargs or {}))
+
+
+def require_all_read(
+    unread: Shapes, model: str, folder: Path | None, settings: Any, engine: str
+) -> None:
+    """Refuse a model of which an engine has left out weights that transformers reads.
+
+    Args:
+        unread: What it has left out, see :meth:`Reading.unread`.
+        model: What the user gave.
+        folder: Where its files are, if that is known.
+        settings: See :func:`genlm.kit.settings.settings_of`.
+        engine: The engine's name, for people.
+
+    Raises:
+        EngineError: it has left out some.
+    """
+    left_out = {_of_language(name): name for name in unread}
+    empty = in_transformers(settings) if left_out else None
+    if empty is None:
+        return
+    for names in tied(empty):
+        left_out_here = {name: left_out.pop(name) for name in names if name in left_out}
+        if left_out_here.keys() == names:
+            left_out |= left_out_here
+        elif left_out_here:
+            require_same(folder, settings, names, engine)
+    if missed := _wanted(empty, {name: unread[held] for name, held in left_out.items()}):
+        raise EngineError(
+            f"the checkpoint {model!r} has {left_out[missed[0]]} ({len(missed)} weights in all), "
+            f"which transformers reads, and {engine} leaves them out of {settings.model_type}; "
+            "load it with backend='hf'"
+        )
+
+
+def require_same(folder: Path | None, settings: Any, names: Iterable[str], engine: str) -> None:
+    """For engines that take embeddings for the output layer, or the other way round, where the
+    configuration ties them. transformers takes an output layer that the checkpoint has besides.
+
+    Args:
+        folder: Where the checkpoint is; ``None`` passes.
+        settings: See :func:`genlm.kit.settings.settings_of`.
+        names: Of weights that are one and the same in transformers.
+        engine: The engine's name, for people.
+
+    Raises:
+        EngineError: the checkpoint has two that differ.
+    """
+    wanted = {*names}
+    found = {} if folder is None else dict(_tensors(weight_files(folder), wanted))
+    for first, other in pairwise(found):
+        if not torch.equal(found[first], found[other]):
+            raise EngineError(
+                f"the checkpoint {str(folder)!r} has {other} and {first}, which differ, and "
+                f"tie_word_embeddings={settings.tie_word_embeddings}, by which {engine} takes one "
+                "for both; load it with backend='hf', or write tie_word_embeddings=false into its "
+                "config.json"
+            )
+
+
+def require_one_head(folder: Path, settings: Any, engine: str) -> None:
+    """See :func:`require_same`."""
+    if getattr(settings, "tie_word_embeddings", False) and weight_files(folder):
+        empty = in_transformers(settings)
+        for names in () if empty is None else tied(empty):
+            require_same(folder, settings, names, engine)
+
+
+def tied(empty: torch.nn.Module) -> list[set[str]]:
+    """The names of weights that are one and the same in a model: those of its embeddings and its
+    output layer."""
+    shared: dict[int, set[str]] = {}
+    for name, weight in empty.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(weight), set()).add(name)
+    return [names for names in shared.values() if len(names) > 1]
+
+
+def require_weights(model: str, settings: Any) -> None:
+    """For engines that leave weights which a checkpoint lacks as they were in memory. A checkpoint
+    with names that transformers would first convert is not looked at.
+
+    Raises:
+        ModelNotFoundError: weights are missing.
+    """
+    files = [file for file in weight_files(Path(model)) if file.suffix == ".safetensors"]
+    held = {name for file in files for name in _names(file)}
+    empty = in_transformers(settings) if held else None
+    if empty is None:
+        return
+    absent = sorted({name for name, _ in empty.named_parameters()} - held)
+    if absent and held <= set(empty.state_dict()):
+        raise ModelNotFoundError(
+            f"the checkpoint {model!r} lacks weights of {type(empty).__name__}: "
+            f"{', '.join(absent[:4])} ({len(absent)} in all); copy or download the whole folder"
+        )
+
+
+def _names(file: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())
+
+
+def _tensors(files: Iterable[Path], wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of these names, which may lack their beginning; their names in the files."""
+    from safetensors import safe_open
+
+    def is_wanted(name: str) -> bool:
+        short = _of_language(name)
+        return short in wanted or any(one.endswith(f".{short}") for one in wanted)
+
+    for file in files:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as opened:
+                for name in filter(is_wanted, opened.keys()):
+                    yield name, opened.get_tensor(name)
+        else:
+            for name, tensor in torch.load(file, weights_only=True, mmap=True).items():
+                if is_wanted(name):
+                    yield name, tensor
+
+
+def _of_language(name: str) -> str:
+    """A name as the language model alone would have it."""
+    return ".".join(part for part in name.split(".") if part not in LANGUAGE_PARTS)
+
+
+def _wanted(empty: torch.nn.Module, shapes: Shapes) -> list[str]:
+    """Which of a checkpoint's names transformers' model takes; it renames many as it loads them."""
+    known = empty.state_dict().keys()
+    direct = [name for name in shapes if name in known]
+    if direct or not shapes:
+        return direct
+    config = copy.deepcopy(empty.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    weights = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
+    try:
+        with _silenced():
+            _, found = type(empty).from_pretrained(  # type: ignore[attr-defined]
+                None, config=config, state_dict=weights, device_map="meta", output_loading_info=True
+            )
+    except Exception as error:  # a class may raise anything
+        if "conversion of the weights" in str(
+            error
+        ):  # it knows them, and misses what belongs there
+            return list(shapes)
+        log.info("weights.unknown", names=[*shapes][:4], error=describe_error(error)[:200])
+        return []
+    shared = {name for names in tied(empty) for name in names}
+    return list(shapes) if known - set(found["missing_keys"]) - shared else []
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Without transformers' report of a load."""
+    from transformers.utils import logging
+
+    before, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bar:
+            logging.enable_progress_bar()

@@ -1,0 +1,175 @@
+"""Which of a checkpoint's files and tensors transformers reads, and which an engine's loader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
+
+from genlm.core import EngineError
+from genlm.kit.checkpoints import (
+    Reading,
+    read_by_transformers,
+    require_all_read,
+    require_one_head,
+)
+from genlm.kit.settings import is_read
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+class Loader(torch.nn.Module):
+    """Loads what it is told to, in its own way."""
+
+    def __init__(self, load: Callable[[torch.Tensor, torch.Tensor], Any], names: set[str]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+        self.load, self.names = load, names
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            viewed = tensor.narrow(0, 0, 2).t()  # also of what it passes over
+            if name in self.names:
+                self.load(self.weight, viewed)
+
+
+def in_a_thread(weight: torch.Tensor, tensor: torch.Tensor) -> None:
+    with ThreadPoolExecutor() as pool:
+        pool.submit(weight.data[:2].copy_, tensor.t()).result()
+
+
+def as_it_is(weight: torch.Tensor, tensor: torch.Tensor) -> None:
+    weight.data = tensor
+
+
+LOADS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "copied": lambda weight, tensor: weight.data[:2].copy_(tensor.t()),
+    "converted": lambda weight, tensor: tensor.to(torch.float16),
+    "joined": lambda weight, tensor: torch.cat([tensor, tensor]),
+    "copied in a thread": in_a_thread,
+    "kept": as_it_is,
+}
+
+
+@pytest.mark.parametrize("how", LOADS)
+@pytest.mark.parametrize("mapped", [False, True], ids=["each in memory", "in one file"])
+def test_tensors_that_a_loader_passes_over_are_seen(how: str, mapped: bool) -> None:
+    whole = torch.ones(16, 3)
+    pieces = dict(zip("abcd", whole.split(4), strict=True))
+    if not mapped:
+        pieces = {name: piece.clone() for name, piece in pieces.items()}
+    pieces["zeros"] = torch.zeros(4, 3)
+    reading, model = Reading(), Loader(LOADS[how], {"b"})
+    with reading.watched():
+        model.load_weights(reading.of(pieces.items()))
+    assert reading.unread(model) == {"a": (4, 3), "c": (4, 3), "d": (4, 3)}
+
+
+def test_a_tensor_in_the_place_of_a_freed_one_is_another() -> None:
+    """Large ones are not kept: their memory may hold the next."""
+    reading, place = Reading(), torch.ones(1 << 19)
+    weights = [("first", place), ("second", place.view(2, -1)), ("third", place[: 1 << 18])]
+    assert [name for name, _ in reading.of(weights)] == ["first", "second", "third"]
+    assert [*reading.unread(torch.nn.Module())] == ["third"]
+
+
+MIXTRAL = MixtralConfig(**SIZES, num_local_experts=2)
+BIAS, EXPERT = "model.layers.0.self_attn.q_proj.bias", "block_sparse_moe.experts.0.w1.weight"
+MATTERS = [
+    (LlamaConfig(**SIZES, attention_bias=True), {BIAS: (8,)}, BIAS),
+    (LlamaConfig(**SIZES, attention_bias=True), {f"language_model.{BIAS}": (8,)}, BIAS),
+    (LlamaConfig(**SIZES), {BIAS: (8,)}, None),
+    (LlamaConfig(**SIZES), {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}, None),
+    (LlamaConfig(**SIZES), {"model.vision_tower.layers.0.self_attn.q_proj.bias": (8,)}, None),
+    (LlamaConfig(**SIZES), {"model.layers.7.mlp.up_proj.weight": (8, 8)}, None),
+    (MIXTRAL, {f"model.layers.0.{EXPERT}": (8, 8)}, EXPERT),  # another name in transformers
+]
+
+
+@pytest.mark.parametrize(("settings", "unread", "named"), MATTERS)
+def test_what_is_left_out_is_refused_where_transformers_reads_it(
+    settings: Any, unread: dict[str, Any], named: str | None
+) -> None:
+    if named is None:
+        return require_all_read(unread, "a model", None, settings, "Engine")
+    with pytest.raises(EngineError, match=rf"{named} \(1 weights .*Engine leaves .*backend='hf'"):
+        require_all_read(unread, "a model", None, settings, "Engine")
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_a_head_that_is_left_out_beside_tied_embeddings(tmp_path: Path, prefix: str) -> None:
+    settings = LlamaConfig(**SIZES, tie_word_embeddings=True)
+    held = {
+        f"{prefix}model.embed_tokens.weight": torch.randn(16, 8),
+        f"{prefix}lm_head.weight": torch.randn(16, 8),
+    }
+    unread = {f"{prefix}lm_head.weight": (16, 8)}
+    save_file(held, tmp_path / "model.safetensors")
+    for refuse in (
+        lambda: require_all_read(unread, "a model", tmp_path, settings, "Engine"),
+        lambda: require_one_head(tmp_path, settings, "Engine"),
+    ):
+        with pytest.raises(EngineError, match=r"which differ, .*by which Engine takes one for"):
+            refuse()
+    held[f"{prefix}lm_head.weight"] = held[f"{prefix}model.embed_tokens.weight"].clone()
+    save_file(held, tmp_path / "model.safetensors")
+    require_all_read(unread, "a model", tmp_path, settings, "Engine")
+    require_one_head(tmp_path, settings, "Engine")
+    both = unread | {f"{prefix}model.embed_tokens.weight": (16, 8)}
+    with pytest.raises(EngineError, match=r"\(2 weights in all\)"):
+        require_all_read(both, "a model", tmp_path, settings, "Engine")
+
+
+def write(folder: Path, name: str, value: float) -> None:
+    """A file of weights that are all alike."""
+    with torch.no_grad():
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+        held = {one: torch.full_like(weight, value) for one, weight in model.state_dict().items()}
+    if name.endswith(".safetensors"):
+        save_file(held, folder / name, {"format": "pt"})
+    else:
+        torch.save(held, folder / name)
+    file = folder / "model.safetensors.index.json"
+    if name == "shard.safetensors":
+        file.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(held, name)}))
+
+
+FILES = ["model.safetensors", "shard.safetensors", "pytorch_model.bin", "another.safetensors"]
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_files_are_those_of_transformers(tmp_path: Path, first: int) -> None:
+    LlamaConfig(**SIZES, tie_word_embeddings=False).save_pretrained(tmp_path)
+    for at, name in enumerate(FILES[first:], first):
+        write(tmp_path, name, float(at))
+    found = [str(tmp_path / name) for name in FILES[first:]]
+    assert read_by_transformers(str(tmp_path), found) == found[:1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {one.min().item() for one in model.parameters()} == {float(first)}
+
+
+def test_a_folder_that_transformers_does_not_read_is_left_to_the_engine(tmp_path: Path) -> None:
+    write(tmp_path, "consolidated.safetensors", 0.0)
+    found = [str(tmp_path / "consolidated.safetensors")]
+    assert read_by_transformers(str(tmp_path), found) == found
+
+
+def test_a_setting_is_not_read_by_a_part_of_its_name() -> None:
+    assert is_read("gemma2", "hidden_activation")
+    assert not is_read("gemma2", "hidden_act")
