@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from mlx_lm.models import llama
+from mlx_lm.models import base, llama
 from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
-from genlm.core import Query
+from genlm.core import Query, load_model_by_name
 from genlm.core.errors import EngineError, InvalidOptionError
+from genlm.mlx.attention import NAME
 from genlm.mlx.loading import amended, load
 
 from .watched import Folders, engine_of
@@ -117,3 +119,28 @@ def test_a_process_may_not_open_fewer_files(
     command = [sys.executable, "-c", OPEN_FILES, str(folders("llama")), *before]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == [*after], done.stderr[-2000:]
+
+
+def test_mlx_lm_is_as_before_once_the_last_model_is_closed(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama, NAME, base.scaled_dot_product_attention)  # whatever else is open
+    folder = str(folders("llama"))
+    first, second = (load_model_by_name(folder, backend="mlx") for _ in range(2))
+    with second:
+        with first:
+            expected = first.next_token_logprobs_sync([1, 2, 3])
+        torch.testing.assert_close(second.next_token_logprobs_sync([1, 2, 3]), expected)
+        assert getattr(llama, NAME) is not base.scaled_dot_product_attention
+    assert getattr(llama, NAME) is base.scaled_dot_product_attention
+
+
+def test_a_model_that_is_freed_without_being_closed_leaves_nothing_in_mlx_lm(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama, NAME, base.scaled_dot_product_attention)
+    engine = load(str(folders("llama")), {})
+    assert getattr(llama, NAME) is not base.scaled_dot_product_attention
+    del engine
+    gc.collect()
+    assert getattr(llama, NAME) is base.scaled_dot_product_attention

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Iterable
 from inspect import signature
 from types import ModuleType
 from typing import Any
@@ -19,6 +21,9 @@ import mlx.core as mx
 
 #: The name by which mlx-lm's model files call attention.
 NAME = "scaled_dot_product_attention"
+
+#: Models may be opened and closed on several threads; the garbage collector may free one anywhere.
+CHANGES = threading.RLock()
 
 #: What attention may be given besides queries, keys and values.
 UNDERSTOOD = {"cache", "scale", "mask", "sinks"}
@@ -86,29 +91,62 @@ class Partial:
         return self.total / self.weight
 
 
-def hook(model: Any) -> None:
-    """Let the model's attention take keys with their own ``attend(queries, scale, sinks)``. All
-    other calls are unchanged."""
-    for _, module in model.named_modules():
-        source = sys.modules.get(type(module).__module__)
-        if source is not None and hasattr(source, NAME):
-            _hook(source)
+class Attention:
+    """What stands for a module's attention while models are hooked: it also takes keys with their
+    own ``attend(queries, scale, sinks)``. All other calls go to the module's own.
 
+    Args:
+        plain: The module's own.
 
-def _hook(source: ModuleType) -> None:
-    plain = getattr(source, NAME)
-    if hasattr(plain, "__wrapped__"):
-        return
+    Attributes:
+        users: How many models need it.
+    """
 
-    names = [*signature(plain).parameters][3:]
+    def __init__(self, plain: Callable[..., mx.array]) -> None:
+        functools.update_wrapper(self, plain)
+        self.plain = plain
+        self.users = 0
+        self._names = [*signature(plain).parameters][3:]
 
-    @functools.wraps(plain)
-    def attention(queries: mx.array, keys: Any, values: Any, *args: Any, **others: Any) -> mx.array:
+    def __call__(
+        self, queries: mx.array, keys: Any, values: Any, *args: Any, **others: Any
+    ) -> mx.array:
         if not hasattr(keys, "attend"):
-            return plain(queries, keys, values, *args, **others)
-        given = {**dict(zip(names, args, strict=False)), **others}
+            return self.plain(queries, keys, values, *args, **others)
+        given = {**dict(zip(self._names, args, strict=False)), **others}
         if values is not keys or not {"scale"} <= set(given) <= UNDERSTOOD:
             raise NotImplementedError("this attention needs more than keys and values")
-        return keys.attend(queries, given["scale"], given.get("sinks"))
+        found: mx.array = keys.attend(queries, given["scale"], given.get("sinks"))
+        return found
 
-    setattr(source, NAME, attention)
+
+def hook(model: Any) -> Callable[[], Any]:
+    """Let a model's attention take keys with their own ``attend``: in mlx-lm's modules, which all
+    models of a family share.
+
+    Returns:
+        What undoes it, if called: a module is as before once no hooked model needs it. It is also
+        undone when the model is freed.
+    """
+    found = (sys.modules.get(type(module).__module__) for _, module in model.named_modules())
+    sources = {source for source in found if source is not None and hasattr(source, NAME)}
+    with CHANGES:
+        for source in sources:
+            attention = getattr(source, NAME)
+            if not isinstance(attention, Attention):
+                attention = Attention(attention)
+                setattr(source, NAME, attention)
+            attention.users += 1
+    undo = weakref.finalize(model, _unhook, sources)
+    undo.atexit = False
+    return undo
+
+
+def _unhook(sources: Iterable[ModuleType]) -> None:
+    with CHANGES:
+        for source in sources:
+            attention = getattr(source, NAME)
+            if isinstance(attention, Attention):  # else somebody has replaced it since
+                attention.users -= 1
+                if not attention.users:
+                    setattr(source, NAME, attention.plain)

@@ -153,6 +153,10 @@ class Blocks:
         self._index = PrefixIndex()
         self._cache_limit.clear()
 
+    def close(self) -> None:
+        """Drop all rows."""
+        self.clear()
+
     # --- the course of a call ---------------------------------------------------------------------
 
     def _rounds(self, targets: Sequence[Target]) -> Iterator[Sequence[Target]]:

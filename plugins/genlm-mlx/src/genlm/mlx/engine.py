@@ -181,7 +181,7 @@ class MlxEngine:
     @hookimpl
     def genlm_close(self) -> None:
         if self.store is not None:
-            self.store.clear()
+            self.store.close()
         self.model = self.store = None
         del self._runner, self._adapters
         mx.clear_cache()

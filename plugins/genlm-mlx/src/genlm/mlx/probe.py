@@ -45,8 +45,11 @@ def store_of(runner: Runner, max_bytes: int | None) -> Blocks | Store | None:
     of unequal length, in blocks whose rows are fed the same number of tokens, or nothing."""
     if not all(hasattr(layer, "merge") for layer in runner.empty_cache()):
         return None
-    if _shares(runner):
-        return Store(runner, max_bytes)
+    if _can_share(runner):
+        hooked = hook(runner.model)
+        if _shares(runner):
+            return Store(runner, max_bytes, on_close=hooked)
+        hooked()
     for ragged in (True, False):
         if all(_batches(runner, rows, ragged) for rows in BATCHES):
             return Blocks(runner, max_bytes, ragged)
@@ -59,14 +62,18 @@ def _batches(runner: Runner, rows: int, ragged: bool) -> bool:
     return _right(chunked, lambda: Blocks(chunked, 0, ragged), _unequal(rows))
 
 
-def _shares(runner: Runner) -> bool:
-    """Whether attention over keys in several places agrees with the model's."""
+def _can_share(runner: Runner) -> bool:
+    """Whether a model keeps keys and values of all its positions alone."""
     caches = runner.empty_cache()
-    if not all(type(layer) in (KVCache, RotatingKVCache) for layer in caches):
-        return False
-    if any(getattr(layer, "keep", 0) for layer in caches):  # first tokens stay in the window
-        return False
-    hook(runner.model)
+    # Of some rotating caches the first tokens stay in the window.
+    return all(
+        type(layer) in (KVCache, RotatingKVCache) and not getattr(layer, "keep", 0)
+        for layer in caches
+    )
+
+
+def _shares(runner: Runner) -> bool:
+    """Whether attention over keys in several places agrees with the model's, which is hooked."""
     few, more = BATCHES
     batches = [*_unequal(few), *_behind_prompts(more)]
     return _right(runner, lambda: Store(runner, 0, SHARING_COSTS), batches)

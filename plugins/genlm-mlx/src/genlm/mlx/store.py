@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from mlx_lm.models.cache import RotatingKVCache
@@ -38,15 +39,21 @@ class Store:
             recently used are dropped first. For ``None`` see
             :class:`~genlm.mlx.cache_limit.CacheLimit`.
         costs: The numbers for decisions on sharing.
+        on_close: Undoes what the model was changed by for this store.
 
     Attributes:
         planner: Says where contexts are computed, and what is kept.
     """
 
     def __init__(
-        self, runner: Runner, max_bytes: int | None, costs: SharingCosts = SHARING_COSTS
+        self,
+        runner: Runner,
+        max_bytes: int | None,
+        costs: SharingCosts = SHARING_COSTS,
+        on_close: Callable[[], Any] = lambda: None,
     ) -> None:
         self._runner = runner
+        self._on_close = on_close
         self._table = Table(runner, max_bytes)
         self.planner: Planner[TokenSequence] = Planner(self._table, costs)
 
@@ -106,6 +113,11 @@ class Store:
     def clear(self) -> None:
         """Drop everything."""
         self.planner.clear()
+
+    def close(self) -> None:
+        """Drop everything, and leave mlx-lm as it was."""
+        self.clear()
+        self._on_close()
 
     # --- the course of a call ---------------------------------------------------------------------
 
