@@ -81,7 +81,7 @@ def test_what_is_loaded_already_cannot_be_wrapped():
 def test_options_that_are_refused(options, said, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidOptionError, match=said):
-        plugin.genlm_load(str(tmp_path), options)
+        plugin.genlm_load(str(tmp_path), options, verify=None)
 
 
 def test_a_vllm_that_lacks_what_is_needed_is_refused_by_what_it_lacks():
