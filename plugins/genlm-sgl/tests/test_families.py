@@ -18,6 +18,7 @@ from tests.sweep import FAR, ROPES
 from .families import SWEEP
 
 WINDOWED = {"sliding_window": FAR, "use_sliding_window": True}
+MIXED = ["sliding_attention", "full_attention"]
 SCALED = {
     "sliding_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
@@ -29,8 +30,10 @@ RIGHT = {
     "gemma3_text": [{"rope_parameters": SCALED}],
     "ministral3": [],
     "mistral": [WINDOWED],
+    "olmo3": [{"sliding_window": FAR, "layer_types": MIXED}],  # by transformers' code
     "qwen3_moe": [],  # and another model after it
     "qwen2": [WINDOWED, *ROPES[:3]],
+    "vaultgemma": [{"attn_logit_softcapping": 1.0}],  # by transformers' code
 }
 REFUSED = {
     "gpt_bigcode": [{"scale_attn_weights": False}],

@@ -29,6 +29,7 @@ from genlm.sgl.options import gpu_index
 from genlm.sgl.plugin import genlm_backend_info, genlm_load
 from genlm.sgl.weights import required
 from tests.left_behind import left_behind, random_states
+from tools.tiny import write_tokenizer
 
 SMALL = {"max_total_tokens": 1024}
 
@@ -115,7 +116,7 @@ def test_one_model_at_a_time(tiny):
 
 
 def test_closing_releases_the_model(tiny):
-    engine = genlm_load(tiny, {"engine_opts": SMALL}, verify=False)
+    engine = genlm_load(tiny, {"engine_opts": SMALL})
     model = weakref.ref(engine.model)
     engine.genlm_close()
     gc.collect()
@@ -199,6 +200,44 @@ def test_other_files_beside_the_weights_are_passed_over(tiny, tmp_path, referenc
         row = lm.next_token_logprobs_sync([5, 6, 7])
     expected = reference([(5, 6, 7)])[0, : len(row)].log_softmax(-1)
     torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+OVERRIDES = [
+    ({"rope_theta": 500.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    ({"rope_scaling": YARN}, {"rope_parameters": {**YARN, "rope_theta": 1e6}}),
+    ({"rope_parameters": YARN}, {"rope_parameters": {**YARN, "rope_theta": 1e6}}),
+    (
+        {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
+    ),
+    ({"num_hidden_layers": 1}, {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
+]
+
+
+@pytest.mark.parametrize(("given", "meant"), OVERRIDES, ids=lambda each: "+".join(each))
+def test_overrides_are_computed_as_a_config_json_would_have_them(given, meant, tmp_path):
+    """As Qwen's pages say for long contexts, for example; the theta is the model's own."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    shape = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {**heads, "max_position_embeddings": 64, "initializer_range": 0.3}
+    model = Qwen2ForCausalLM(Qwen2Config(**shape, **rope))
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, "<end>")
+    other = Qwen2ForCausalLM(Qwen2Config(**{**shape, **rope, **meant})).eval()
+    other.load_state_dict(model.state_dict(), strict=False)
+    ids = torch.randint(0, 256, (1, 50), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = other(ids).logits[0, -1].log_softmax(-1)
+    options = {**SMALL, "json_model_override_args": json.dumps(given)}
+    with AsyncSGLTransformer.from_name(str(tmp_path), options) as lm:
+        row = lm.next_token_logprobs_sync(ids[0].tolist())
+    # SGLang's tokenizer of this family has one token more than the model.
+    torch.testing.assert_close(row[:257], expected, atol=1e-3, rtol=0)
 
 
 class Named(torch.nn.Module):

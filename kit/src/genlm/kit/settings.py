@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
+from collections.abc import Mapping
 from functools import cache
 from inspect import signature
 from pathlib import Path
@@ -26,6 +27,13 @@ log = get_logger()
 _ACTIVATIONS = {"swish": "silu"} | dict.fromkeys(
     ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu"
 )
+
+
+#: Names of rotary settings: that of transformers 5, and those of configurations before it.
+ROPE_NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+
+#: Rotary settings that stay where another scaling is given.
+ROPE_KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 @frozen(eq=False)
@@ -67,6 +75,61 @@ def language_part(whole: Any) -> str | None:
     """Under what name the settings of a model that also sees keep those of its language model."""
     settings = whole.get_text_config(decoder=True)
     return next((n for n in whole.sub_configs if getattr(whole, n, None) is settings), None)
+
+
+def overridden(settings: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A copy of settings with a user's overrides, and the overrides as an engine must get them.
+
+    Engines set attributes one by one. So a ``rope_theta`` alone would change nothing, since
+    transformers 5 reads ``rope_parameters``; a ``rope_scaling`` would lose the model's own theta;
+    and lists of layers would be longer than ``num_hidden_layers``.
+
+    Args:
+        settings: Of a language model.
+        given: Other values of settings.
+    """
+    changes = dict(given)
+    if {*ROPE_NAMES} & {*given} and hasattr(settings, "rope_parameters"):
+        changes = {name: value for name, value in given.items() if name not in ROPE_NAMES}
+        changes["rope_parameters"] = _changed_rope(settings, given)
+    layers, fewer = getattr(settings, "num_hidden_layers", 0), given.get("num_hidden_layers")
+    if isinstance(fewer, int) and fewer < layers:
+        for name, value in settings.to_dict().items():
+            each = isinstance(value, list) and len(value) == layers and "layer" in name
+            if each and name not in given:
+                changes[name] = value[:fewer]
+    changed = copy.deepcopy(settings)
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    if "rope_parameters" in changes and hasattr(changed, "standardize_rope_params"):
+        changed.standardize_rope_params()
+        changes["rope_parameters"] = changed.rope_parameters
+    return changed, changes
+
+
+def _changed_rope(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    own = getattr(settings, "rope_parameters", None) or {}
+    flat = {name: given[name] for name in ROPE_NAMES[2:] if name in given}
+    scaling = next((given[name] for name in ROPE_NAMES[:2] if name in given), own) or {}
+    if not any(isinstance(value, dict) for value in own.values()):
+        return _merged(own, scaling, flat)
+    # One of each type of layer; what is given for all is meant for full attention.
+    if not any(isinstance(value, dict) for value in scaling.values()):
+        scaling = {"full_attention": scaling}
+    new = {kind: _merged(own.get(kind) or {}, one, {}) for kind, one in scaling.items()}
+    full = (own | new)["full_attention"]
+    return own | new | {"full_attention": {**full, **flat}}
+
+
+def _merged(
+    own: Mapping[str, Any], scaling: Mapping[str, Any], flat: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Scaled rotary settings, with those of the model's own that are no part of a scaling."""
+    if scaling is own:
+        return {**own, **flat}
+    kept = {name: own[name] for name in ROPE_KEPT if name in own}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    return {**kept, **flat, **scaling, "rope_type": kind}
 
 
 def in_transformers(settings: Any) -> torch.nn.Module | None:

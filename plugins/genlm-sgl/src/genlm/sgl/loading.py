@@ -13,7 +13,7 @@ from genlm.core.logs import get_logger
 from genlm.core.options import refuse_unknown
 from genlm.kit.checkpoints import require_weights
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
-from genlm.kit.settings import language_part, whole_settings_of
+from genlm.kit.settings import language_part, overridden, whole_settings_of
 from genlm.sgl.engine import PROBE, SglEngine
 from genlm.sgl.internals import Scheduler
 from genlm.sgl.lora import SglLoraEngine
@@ -42,15 +42,14 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
     require_model(model)
     arguments = server_options(model, options.get("engine_opts") or {})
     refuse_code(arguments)
-    arguments |= _tied(arguments)
-    settings = _settings(arguments)
+    settings, option = _configured(arguments)
+    arguments |= option
     if arguments.get("load_format") != "dummy":
         require_weights(model, settings)
     index = gpu_index(arguments["device"], options.get("gpu_id", 0))
     with _explained(model, settings, options):
         try:
-            given = {**arguments, **_amendments(arguments, settings)}
-            scheduler = Scheduler(given, index, settings)
+            scheduler = Scheduler(arguments, index, settings)
         except Exception:
             folder = arguments.get("tokenizer_path") or model
             require_tokenizer(folder, "engine_opts={'tokenizer_path': ...}")
@@ -69,18 +68,33 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
     return engine
 
 
-def _settings(arguments: Mapping[str, Any]) -> Any:
+def _configured(arguments: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """The model's settings with what the user overrides; ``None`` if transformers does not know
-    them."""
+    them. And the option by which SGLang understands the same:
+
+    - the user's overrides, as an engine must get them;
+    - Gemma 2's activation twice, which transformers 5 no longer writes;
+    - of a model that also sees, whether the embeddings of its language model are tied, which
+      transformers 5 says of the whole alone.
+    """
+    overrides = _overrides(arguments)
     whole = whole_settings_of(arguments["model_path"], arguments.get("revision"))
     if whole is None:
-        return None
-    settings, overrides = whole.get_text_config(decoder=True), _overrides(arguments)
-    if part := language_part(whole):
-        overrides = overrides.get(part, {})
-    if not overrides:
-        return settings
-    return type(settings).from_dict({**settings.to_dict(), **overrides})
+        return None, {}
+    part = language_part(whole)
+    given = overrides.get(part, {}) if part else overrides
+    settings, changes = overridden(whole.get_text_config(decoder=True), given)
+    if part and not hasattr(getattr(whole, part), "tie_word_embeddings"):
+        tied = getattr(whole, "tie_word_embeddings", False)
+        changes = {"tie_word_embeddings": tied, **changes}
+    if settings.model_type in ("gemma", "gemma2"):
+        activation = getattr(settings, "hidden_activation", None) or "gelu_pytorch_tanh"
+        names = dict.fromkeys(("hidden_act", "hidden_activation"), activation)
+        changes = {**names, **changes}
+    if not changes:
+        return settings, {}
+    written = {**overrides, part: changes} if part else changes
+    return settings, {"json_model_override_args": json.dumps(written)}
 
 
 def _overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,29 +111,6 @@ def _overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
             "engine_opts['json_model_override_args'] must be a JSON object, such as "
             f"'{{\"rope_theta\": 10000}}'; got {safe_repr(given)}"
         ) from error
-
-
-def _amendments(arguments: Mapping[str, Any], settings: Any) -> dict[str, str]:
-    """Options that make SGLang understand what transformers 5 writes: it no longer gives Gemma 2's
-    activation twice."""
-    if getattr(settings, "model_type", None) not in ("gemma", "gemma2"):
-        return {}
-    activation = getattr(settings, "hidden_activation", None) or "gelu_pytorch_tanh"
-    names = dict.fromkeys(("hidden_act", "hidden_activation"), activation)
-    return {"json_model_override_args": json.dumps({**names, **_overrides(arguments)})}
-
-
-def _tied(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """An option that says to SGLang, of a model that also sees, whether the embeddings of its
-    language model are tied: transformers 5 says it of the whole alone."""
-    whole = whole_settings_of(arguments["model_path"], arguments.get("revision"))
-    part = None if whole is None else language_part(whole)
-    if part is None or hasattr(getattr(whole, part), "tie_word_embeddings"):
-        return {}
-    overrides = _overrides(arguments)
-    tied = {"tie_word_embeddings": getattr(whole, "tie_word_embeddings", False)}
-    overrides[part] = {**tied, **overrides.get(part, {})}
-    return {"json_model_override_args": json.dumps(overrides)}
 
 
 def _honour(engine: SglEngine, settings: Any) -> None:

@@ -56,7 +56,8 @@ def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    attentions = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    held = [one for module in model.modules() for one in (module, *_in_dicts(module))]
+    attentions = [*dict.fromkeys(one for one in held if isinstance(one, RadixAttention))]
     _require_activation(model, settings)
     _require_weights_of_experts(model, settings)
     _refuse_what_only_sglang_reads(settings)
@@ -69,6 +70,14 @@ def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
         _cap_at_the_end(model)
     _cap_attention(attentions, settings, ours)
     return [*_window(attentions, settings, ours), *_rotate(model, settings, ours)]
+
+
+def _in_dicts(module: torch.nn.Module) -> Iterator[Any]:
+    """Where SGLang runs a family by transformers' code, its attention is no part of the model: it
+    is in a dict by layer."""
+    for value in vars(module).values():
+        if isinstance(value, dict):
+            yield from value.values()
 
 
 def _error(settings: Any, setting: str, what: str) -> EngineError:
