@@ -18,7 +18,6 @@ from structlog.testing import capture_logs
 
 from genlm.core import AsyncLM, EngineDeadError
 from genlm.vllm import AsyncVirtualLM
-from genlm.vllm.internals import EngineCore
 from tests.adapter_outcomes import reference_rows
 
 from .driven import SMALL
@@ -103,7 +102,8 @@ def test_an_engine_core_in_a_process_of_its_own(padded_path, expected, monkeypat
 def test_sessions_go_where_a_core_of_its_own_stands_still(tiny_path, monkeypatch):
     """It says nothing then: the steps are those in which it was waited for."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setattr(EngineCore, "footprint", lambda self, length: 1)  # less than they take
+    less_than_they_take = lambda groups, block_size: lambda length: 1  # noqa: E731
+    monkeypatch.setattr("genlm.vllm.internals.footprint_of", less_than_they_take)
     monkeypatch.setattr("genlm.vllm.internals.LIVENESS", 0.1)
     lm = AsyncVirtualLM.from_name(tiny_path, engine_opts=SMALL, cache_size=0)
     with lm, capture_logs() as logs:

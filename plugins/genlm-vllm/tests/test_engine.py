@@ -20,8 +20,8 @@ from genlm.core.errors import EngineDeadError, EngineError, InvalidOptionError, 
 from genlm.core.options import CoreOptions
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.types import Query, SamplingParams, ScoreRequest
-from genlm.vllm import in_flight
-from genlm.vllm.internals import EngineCore, logits_processor_interfaces
+from genlm.vllm import in_flight, internals
+from genlm.vllm.internals import logits_processor_interfaces
 from genlm.vllm.loading import load
 from genlm.vllm.rows import LocalRows
 from genlm.vllm.scoring import cheaper_as_requests
@@ -99,7 +99,7 @@ def test_prompts_that_are_computed_side_by_side_share_no_room(load_briefly, monk
 
 def test_sessions_go_where_vllm_stands_still(load_briefly, monkeypatch):
     """Because they hold more of its cache than was counted."""
-    monkeypatch.setattr(EngineCore, "footprint", lambda self, length: 1)
+    monkeypatch.setattr(internals, "footprint_of", lambda groups, block_size: lambda length: 1)
     engine = load_briefly()
     with capture_logs() as logs:
         engine.computes(*(text(seed, 100) for seed in range(12)))

@@ -154,7 +154,7 @@ class EngineCore:
         self.kv_capacity = blocks * self.block_size if blocks > 0 else 1 << 62
 
         #: What a context of a length takes in the key/value cache, in tokens.
-        self.footprint = _footprint(self._groups, self.block_size)
+        self.footprint = footprint_of(self._groups, self.block_size)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -325,7 +325,7 @@ def groups_of_layers(cache: Any, config: Any) -> list[tuple[int, int, bool]]:
     ]
 
 
-def _footprint(groups: Sequence[tuple[int, int, bool]], block_size: int) -> Callable[[int], int]:
+def footprint_of(groups: Sequence[tuple[int, int, bool]], block_size: int) -> Callable[[int], int]:
     """Of a length, the tokens in whole blocks of each group of layers, with room for the token
     drawn; computed once for each length, since every request asks."""
 
