@@ -139,12 +139,12 @@ def run_tasks(session: nox.Session, named: Mapping[str, Sequence[str]], at_once:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Rules and formatting, by ruff; the workflows of GitHub, by zizmor and actionlint; whether
-    the reference is what the docstrings say."""
+    the generated blocks of the pages are new."""
     prepare(session)
     session.install("--group=lint")
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
-    session.run("python", "-m", "tools.reference", "--check")
+    session.run("python", "-m", "tools.blocks", "--check")
     session.run("zizmor", "--offline", "--quiet", "--pedantic", ".github")
     npm = shutil.which("npm")
     if npm is None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Case
+from benchmarks.cases import Case, cases_of, newest, read
 
 COLOURS = {"ours": "#0b6e4f", "theirs": "#c8553d", "floor": "#8d99ae"}
 NAMES = {"ours": "genlm-core", "theirs": "genlm-backend 0.3.1", "floor": "raw engine"}
@@ -51,6 +51,31 @@ def curve(workload: str, name: str, points: list[Case], folder: Path) -> Path:
     axes.grid(True, which="major", color="#e5e5e5")
     axes.legend(frameon=False)
     return save(figure, folder / f"{workload}-{slug(name)}.svg")
+
+
+def gain(results: Path, to: Path) -> Path:
+    """The plot of page one: a step of n contexts of 200 tokens on hf, by all sides."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "genlm"  # the same file for the same figures
+    (kept,) = (kept for kept in newest(read(results)) if kept["workload"] == "hf_step")
+    points = [case for case in cases_of(kept) if case.name == "extend after 200 tokens"]
+    figure, axes = canvas("A step of SmolLM2-135M: contexts of 200 tokens grow by one token")
+    for side, colour in COLOURS.items():
+        known = sorted((p.x, p.median(side)) for p in points if side in p.values and p.x)
+        xs, ys = zip(*known, strict=True)
+        name = "raw transformers" if side == "floor" else NAMES[side]
+        axes.plot(xs, ys, "--" if side == "floor" else "o-", color=colour, label=name, linewidth=2)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    ticks(axes, sorted({point.x for point in points if point.x is not None}))
+    axes.set_xlabel("contexts in a step")
+    axes.set_ylabel("milliseconds (one thread of a CPU)")
+    axes.grid(True, which="major", color="#e5e5e5")
+    axes.legend(frameon=False)
+    figure.savefig(to, metadata={"Date": None})
+    return to
 
 
 def bars(workload: str, stages: list[Case], folder: Path) -> Path:
@@ -102,3 +127,8 @@ def save(figure: Any, path: Path) -> Path:
 
 def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parents[1]
+    print(gain(root / "benchmarks" / "results.jsonl", root / "docs" / "assets" / "gain.svg"))

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 import structlog
 
@@ -38,3 +41,24 @@ def test_a_logger_that_fails_harms_no_request(mock, capsys):
     said = capsys.readouterr().err
     assert "'engine.died' could not be logged" in said
     assert "OSError: the log is full" in said
+
+
+ROOT = Path(__file__).parents[1]
+METHODS = {"debug", "info", "warning", "error", "exception"}
+
+
+def logged():
+    """The events in the code of all distributions."""
+    for file in ROOT.glob("**/src/genlm/**/*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Call(ast.Attribute(attr=method), [ast.Constant(str(event)), *_]) if (
+                    method in METHODS and "." in event and " " not in event
+                ):
+                    yield event
+
+
+def test_the_page_on_log_events_has_every_event_and_no_other():
+    page = (ROOT / "docs/reference/logs.md").read_text()
+    listed = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert listed == sorted(set(logged()))

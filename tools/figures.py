@@ -1,8 +1,8 @@
 """Tables and plots of measured figures for the pages of the site, from the newest results.
 
-A page has a line ``<!-- figures: NAME -->`` where a table belongs, and ``<!-- plots: WORKLOAD -->``
-where the plots of a workload do. They are made when the site is built, so they always agree with
-``benchmarks/results.jsonl``.
+``tools/blocks.py`` writes the tables into the pages. A page of the site has a line
+``<!-- plots: WORKLOAD -->`` where the plots of a workload belong; they are made when the site is
+built.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.cases import Case, cases_of, newest, read
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results.jsonl"
-MARK = re.compile(r"^<!-- (figures|plots): (\w+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- plots: (\w+) -->$", re.MULTILINE)
 
 #: The workload of a step, by backend.
 STEPS = {"hf": "hf_step", "vllm": "vllm_step", "sgl": "sgl_step", "mlx": "mlx_step"}
@@ -35,15 +35,10 @@ class Figures:
         return case.median("ours") if case else None
 
 
-def filled(page: str, folder: Path) -> str:
-    """A page with its tables and plots in place of their marks; plots are written to ``folder``,
-    beside the page."""
-
-    def made(mark: re.Match[str]) -> str:
-        kind, name = mark.groups()
-        return TABLES[name](Figures()) if kind == "figures" else plots(name, folder)
-
-    return MARK.sub(made, page)
+def with_plots(page: str, folder: Path) -> str:
+    """A page with plots in place of their marks, which are written to ``folder``, beside the
+    page."""
+    return MARK.sub(lambda mark: plots(mark[1], folder), page)
 
 
 def plots(workload: str, folder: Path) -> str:

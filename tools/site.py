@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
-import inspect
 import os
 import re
 import shutil
@@ -23,8 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.figures import filled
-from tools.reference import directives
+from tools.blocks import directives
+from tools.figures import with_plots
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "build" / "site-source"
@@ -67,9 +66,6 @@ SETUP = """__import__("os").chdir({folder!r})
 #: What a tutorial's text says of its outputs, as a condition in Python. It is not shown.
 CHECK = re.compile(r"^<!-- check: (.+?) -->$", re.MULTILINE | re.DOTALL)
 
-#: Where the page on conformance has its table.
-CLAUSES = "<!-- clauses -->"
-
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -82,28 +78,13 @@ def prepare(model: str, only: str | None = None) -> None:
     for page, place in places.items():
         place.parent.mkdir(parents=True, exist_ok=True)
         text = relinked(directives(page.read_text()), page, place, places)
-        if CLAUSES in text:
-            text = text.replace(CLAUSES, table_of_clauses())
-        place.write_text(filled(text, place.parent / "plots"))
+        place.write_text(with_plots(text, place.parent / "plots"))
     pages = [*sorted((SOURCE / "tutorials").glob("*.md")), SOURCE / "how-to/change-rows.md"]
     with kernel() as manager:
         for page in pages:
             if only in (None, page.stem) and page.stem != "index":
                 print(f"site: executing {page.name}", file=sys.stderr, flush=True)
                 page.write_text(executed(page, model, manager))
-
-
-def table_of_clauses() -> str:
-    """The clauses of the conformance suite, and what holds by each, of their docstrings."""
-    from genlm.conformance import ConformanceSuite
-
-    lines = ["| clause | what holds |", "|---|---|"]
-    for name in ConformanceSuite.clauses:
-        promise = inspect.getdoc(getattr(ConformanceSuite, name)) or ""
-        lines.append(
-            f"| `{name.removeprefix('test_')}` | {' '.join(promise.split()).replace('``', '`')} |"
-        )
-    return "\n".join(lines)
 
 
 def relinked(text: str, page: Path, place: Path, places: dict[Path, Path]) -> str:

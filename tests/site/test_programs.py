@@ -14,7 +14,7 @@ import torch
 
 from genlm.core import load_model_by_name
 from tests.pages import FENCED, run_page
-from tools.figures import filled
+from tools.figures import with_plots
 from tools.site import executed, kernel
 
 pytestmark = pytest.mark.any_version
@@ -58,7 +58,7 @@ def test_what_a_tutorial_says_of_its_outputs_is_checked(tmp_path: Path) -> None:
 
 def test_the_page_of_results_has_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="run nox -s docs, which installs it")
-    text = filled("Steps.\n\n<!-- plots: hf_step -->\n\nEnd.\n", tmp_path / "plots")
+    text = with_plots("Steps.\n\n<!-- plots: hf_step -->\n\nEnd.\n", tmp_path / "plots")
     images = re.findall(r"!\[.+\]\((plots/.+\.svg)\)", text)
     assert len(images) > 5
     assert all((tmp_path / image).read_text().endswith("</svg>\n") for image in images)

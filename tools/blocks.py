@@ -1,14 +1,15 @@
-"""Write the reference that GitHub shows into the pages of ``docs/reference``, from docstrings.
+"""Write the generated blocks of the pages, so that GitHub shows them too.
 
 A page has blocks such as::
 
-    <!-- reference: genlm.core.lm.AsyncLM inherited -->
+    <!-- made: reference genlm.core.lm.AsyncLM inherited -->
     ...
-    <!-- end of reference -->
+    <!-- end -->
 
-This script fills them. ``--check`` writes nothing and fails if a block is not what its docstrings
-say. The site shows the same docstrings with links between types: ``tools/site.py`` turns each block
-into a directive of mkdocstrings.
+``reference`` is made from docstrings, ``figures`` from the newest results of the benchmarks,
+``clauses`` from the docstrings of the conformance suite. ``--check`` writes nothing and fails if a
+block is old. The site shows references with links between types: ``tools/site.py`` turns them into
+directives of mkdocstrings.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from typing import Any
 
 import griffe
 
+from tools.figures import TABLES, Figures
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [*ROOT.glob("*/src"), *ROOT.glob("plugins/*/src")]
-PAGES = sorted(ROOT.glob("docs/reference/*.md"))
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
-#: A block: its beginning, the name of what it documents, whether with inherited members, its text.
+#: A block: its beginning, its kind, what it is about, and its end.
 BLOCK = re.compile(
-    r"(<!-- reference: ([\w.]+)( inherited)? -->\n).*?(<!-- end of reference -->)", re.DOTALL
+    r"(<!-- made: (\w+)(?: ([\w.]+))?( inherited)? -->\n).*?(<!-- end -->)", re.DOTALL
 )
 ROLE = re.compile(r":(?:class|meth|func|mod|data|attr|exc):`~?([\w.]+)`")
 
@@ -42,24 +45,46 @@ def filled(page: str) -> str:
     """A page with its blocks filled."""
 
     def text(block: re.Match[str]) -> str:
-        return f"{block[1]}{documented(block[2], bool(block[3]))}{block[4]}"
+        begin, kind, about, inherited, end = block.groups()
+        match kind:
+            case "reference":
+                made = documented(about, bool(inherited))
+            case "figures":
+                made = f"\n{TABLES[about](Figures())}\n\n"
+            case "clauses":
+                made = f"\n{clauses()}\n\n"
+            case _:
+                raise ValueError(f"a page has a block of kind {kind!r}")
+        return f"{begin}{made}{end}"
 
     return BLOCK.sub(text, page)
 
 
 def directives(page: str) -> str:
-    """A page with its blocks turned into directives of mkdocstrings."""
+    """A page with its references turned into directives of mkdocstrings."""
 
     def directive(block: re.Match[str]) -> str:
-        lines = [f"::: {block[2]}"]
-        options = ["inherited_members: true"] if block[3] else []
-        if isinstance(found(block[2]), griffe.Module):
+        _, kind, name, inherited, _ = block.groups()
+        if kind != "reference":
+            return block[0]
+        options = ["inherited_members: true"] if inherited else []
+        if isinstance(found(name), griffe.Module):
             options += ["show_root_heading: false", "show_root_toc_entry: false"]
-        if options:
-            lines += ["    options:", *(f"      {option}" for option in options)]
-        return "\n".join(lines)
+        lines = [f"::: {name}", *(["    options:"] if options else [])]
+        return "\n".join([*lines, *(f"      {option}" for option in options)])
 
     return BLOCK.sub(directive, page)
+
+
+def clauses() -> str:
+    """The clauses of the conformance suite, and what holds by each."""
+    suite = found("genlm.conformance.suite.ConformanceSuite")
+    lines = ["| clause | what holds |", "|---|---|"]
+    for name, member in suite.inherited_members.items():
+        if name.startswith("test_"):
+            promise = " ".join(_prose(member.docstring.value).split())
+            lines.append(f"| `{name.removeprefix('test_')}` | {promise} |")
+    return "\n".join(lines)
 
 
 def documented(name: str, inherited: bool) -> str:
@@ -164,7 +189,7 @@ def _block_of_code(indented: re.Match[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if pages are old")
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if one is old")
     check = parser.parse_args().check
     logging.getLogger("griffe").setLevel(logging.ERROR)
     old = [page for page in PAGES if filled(page.read_text()) != page.read_text()]
@@ -172,8 +197,8 @@ def main() -> None:
         page.write_text(filled(page.read_text()))
     names = ", ".join(str(page.relative_to(ROOT)) for page in old)
     if old and check:
-        sys.exit(f"reference: {names} is not what the docstrings say; python -m tools.reference")
-    print(f"reference: {names or 'nothing'} {'' if check else 'written'}".strip())
+        sys.exit(f"blocks: {names}: a block is old; run python -m tools.blocks")
+    print(f"blocks: {names or 'nothing'} {'' if check else 'written'}".strip())
 
 
 if __name__ == "__main__":
