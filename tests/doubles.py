@@ -8,7 +8,7 @@ import queue
 import torch
 
 from genlm.core import Answer, hookimpl
-from genlm.core.mock import ByteTokenizer, hashed_row
+from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, hashed_row
 from genlm.core.types import SampleRequest
 
 from .conftest import PATIENCE
@@ -116,3 +116,15 @@ def padded(engine, size):
     made = engine(ByteTokenizer())
     made.vocab_size = size
     return made
+
+
+class Reducing(ContinuousMockEngine):
+    """A continuous mock that applies functions of rows itself, as an engine does whose rows are
+    elsewhere."""
+
+    def __init__(self, **options):
+        super().__init__(ByteTokenizer(), **options)
+
+    @hookimpl
+    def genlm_step(self, queries, samples, scores, reductions, dropped):
+        return self.advance([*queries, *samples, *scores, *reductions], dropped)

@@ -17,6 +17,7 @@ from genlm.core import (
     Answer,
     AsyncLM,
     EngineDeadError,
+    EngineError,
     InvalidInputError,
     Query,
     ReentrancyError,
@@ -27,7 +28,7 @@ from genlm.core import (
 from genlm.core.mock import ByteTokenizer
 
 from .conftest import PATIENCE, busy, gathered
-from .doubles import Plain, Processor, row_of
+from .doubles import Plain, Processor, Reducing, row_of
 
 pytestmark = pytest.mark.any_version
 
@@ -446,3 +447,68 @@ def test_the_same_object_serves_several_models(ranked):
     with load_model_by_name("mock", "mock") as one, load_model_by_name("mock", "mock") as other:
         results = [lm.next_token_logprobs_sync([4], then=ranked.then(0)) for lm in (one, other)]
     assert results[0] == results[1]
+
+
+# --- engines that apply the functions themselves --------------------------------------------------
+
+
+@pytest.fixture
+def reducing(gate):
+    with AsyncLM(lambda: Reducing(on_batch=gate), backend="reducing", check=True) as lm:
+        yield lm
+
+
+def test_an_engine_that_names_reductions_makes_them_and_no_row_comes(reducing, ranked):
+    contexts = [[at % 7, 1] for at in range(30)]
+    ranks = [at % 5 for at in range(30)]
+    found = reducing.batch_next_token_logprobs_sync(contexts, then=map(ranked.then, ranks))
+    assert found == [
+        Ranked.of(row_of(*ids), rank) for ids, rank in zip(contexts, ranks, strict=True)
+    ]
+    assert (reducing.stats.rows, reducing.stats.reductions, ranked.calls) == (0, 30, [30])
+    assert reducing.next_token_logprobs_sync([4], then=ranked.then(1)) == Ranked.of(row_of(4), 1)
+    (one,) = gathered(reducing.next_token_logprobs([4], then=ranked.then(1)))
+    assert one == Ranked.of(row_of(4), 1)
+
+
+def test_there_a_function_s_own_exception_comes_as_it_is(reducing):
+    numbers = [2, 0, 4]
+    outcomes = gathered(
+        *(reducing.next_token_logprobs([at], then=inverse(n)) for at, n in enumerate(numbers))
+    )
+    assert [outcomes[0], outcomes[2]] == [0.5, 0.25]
+    assert isinstance(outcomes[1], ZeroDivisionError)
+    nothing = together(lambda rows: [None] * len(rows))
+    assert reducing.next_token_logprobs_sync([1], then=nothing()) is None
+
+
+def test_there_an_engine_that_fails_is_named_and_others_are_answered(ranked):
+    fails = {"fail_on": lambda query: query.token_ids == (3,)}
+    with AsyncLM(lambda: Reducing(**fails), backend="reducing") as lm:
+        outcomes = gathered(*(lm.next_token_logprobs([at], then=ranked.then(0)) for at in range(6)))
+    assert isinstance(outcomes[3], EngineError)
+    assert "reducing" in str(outcomes[3])
+    assert outcomes[4] == Ranked.of(row_of(4), 0)
+
+
+async def test_there_a_cancelled_caller_is_dropped(reducing, gate, ranked):
+    first = await busy(reducing, gate, [0])
+    leaves, stays = await started(
+        reducing.next_token_logprobs([1], then=ranked.then(0)),
+        reducing.next_token_logprobs([1], then=ranked.then(1)),
+    )
+    leaves.cancel()
+    gate.open()
+    assert await stays == Ranked.of(row_of(1), 1)
+    await first
+    assert sum(ranked.calls) == 1
+
+
+def test_with_a_wrapper_the_core_makes_them_of_changed_rows(ranked):
+    def no_best(queries, rows):
+        return rows.scatter(1, rows.argmax(-1, keepdim=True), -torch.inf).log_softmax(-1)
+
+    with AsyncLM(Reducing, backend="reducing", wrappers=[Processor(no_best)]) as lm:
+        token_id, _ = lm.next_token_logprobs_sync([3], then=ranked.then(0))
+        assert (lm.stats.rows, lm.stats.reductions) == (1, 0)
+    assert token_id == Ranked.of(row_of(3), 1)[0]

@@ -15,7 +15,7 @@ from genlm.conformance.compare import TOP_FACTOR, brief, check, deviation, diffe
 from genlm.conformance.contexts import Contexts
 from genlm.conformance.driver import LoopThread
 from genlm.core import Adapter, AsyncLM, QueriesResetError, Query
-from genlm.core.types import Answer, Request, ScoreRequest, TokenIds
+from genlm.core.types import Answer, ReductionRequest, Request, ScoreRequest, TokenIds
 
 #: How long who has asked something new waits for answers before they go on, seconds.
 HURRY = 0.002
@@ -116,6 +116,8 @@ class User:
         context, lora = request.query.context, self._lora(request.query.adapter)
         if isinstance(request, ScoreRequest):
             return self.lm.sequence_logprobs(context, request.continuation, lora_name=lora)
+        if isinstance(request, ReductionRequest):
+            return self.lm.next_token_logprobs(context, lora, then=request.then)
         how: dict[str, Any] = {
             "temperature": request.params.temperature,
             "seed": request.params.seed,

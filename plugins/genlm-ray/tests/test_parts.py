@@ -98,16 +98,16 @@ def test_a_step_waits_for_answers_and_gives_all_but_what_was_dropped(
     row = torch.zeros(258)
     first, second, third = asked = [Query((token,)) for token in (1, 2, 3)]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        step = pool.submit(engine.genlm_step, asked, [], [], [])
+        step = pool.submit(engine.genlm_step, asked, [], [], [], [])
         with pytest.raises(TimeoutError):
             step.result(timeout=0.1)
         engine._answers.put([Answer(query, row) for query in asked])
         assert [answer.request for answer in step.result()] == asked
     engine.genlm_wake()
-    assert engine.genlm_step([first, second], [], [], []) == []
+    assert engine.genlm_step([first, second], [], [], [], []) == []
     engine._answers.put([Answer(first, row)])
     engine._answers.put([Answer(second, row), Answer(third, row)])
-    answers = engine.genlm_step([], [], [], [second])
+    answers = engine.genlm_step([], [], [], [], [second])
     assert [answer.request for answer in answers] == [first], "nobody waits for the others"
 
 

@@ -7,8 +7,9 @@ import math
 import torch
 from attrs import evolve
 
-from genlm.core import hookimpl
-from genlm.core.mock import ByteTokenizer, MockEngine
+from genlm.core import Answer, hookimpl
+from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
+from genlm.core.types import ReductionRequest
 
 from .registry import MUTANTS
 
@@ -244,3 +245,42 @@ MUTANTS.changes(
     ),
     ("ThirdSiblingGetsTheFirst", "growing_particles", third_sibling_as_the_first),
 )
+
+
+class Reduces(ContinuousMockEngine):
+    """Applies functions of rows itself."""
+
+    @hookimpl
+    def genlm_step(self, queries, samples, scores, reductions, dropped):
+        return self.advance([*queries, *samples, *scores, *reductions], dropped)
+
+
+@MUTANTS.breaks("functions_of_rows")
+class ResultsInTheOrderOfContexts(Reduces):
+    """Gives results of functions back in the order of the contexts, not of the requests."""
+
+    def _answers(self, finished):
+        answers = super()._answers(finished)
+        made = [each for each in answers if isinstance(each.request, ReductionRequest)]
+        others = [each for each in answers if not isinstance(each.request, ReductionRequest)]
+        ordered = sorted(made, key=lambda each: each.request.query.token_ids)
+        pairs = zip(made, ordered, strict=True)
+        return [*others, *(Answer(one.request, other.result) for one, other in pairs)]
+
+
+@MUTANTS.breaks("functions_of_rows")
+class OneExceptionForAll(Reduces):
+    """Where a function raises for one caller, all of its callers get the exception."""
+
+    def _answers(self, finished):
+        answers = super()._answers(finished)
+        failed = {}
+        for request, result in answers:
+            if isinstance(request, ReductionRequest) and isinstance(result, Exception):
+                failed[request.then.function] = result
+        return [
+            Answer(request, failed.get(request.then.function, result))
+            if isinstance(request, ReductionRequest)
+            else Answer(request, result)
+            for request, result in answers
+        ]

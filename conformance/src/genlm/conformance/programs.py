@@ -388,7 +388,7 @@ class Program:
             self.compare_row(request, result)
         elif isinstance(request, SampleRequest):
             self._compare_draw(request, [*result])
-        else:
+        elif isinstance(request, ScoreRequest):
             self._compare_score(request, result)
 
     def _compare_score(self, request: ScoreRequest, scores: torch.Tensor) -> None:

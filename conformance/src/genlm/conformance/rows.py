@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
 from genlm.conformance.compare import brief, check, with_adapter
 from genlm.conformance.properties import for_all
 from genlm.conformance.subject import Subject
+from genlm.core import together
 from genlm.core.types import TokenIds
+
+if TYPE_CHECKING:
+    import torch
 
 #: How far the logarithm of a row's total mass may be from 0.
 NORMALISATION = 1e-4
@@ -117,3 +124,32 @@ class RowClauses:
             found = list(dict.fromkeys(map(str, live.gate.violations[before:])))
             live.gate.told.update(found)
             check(not found, "; ".join(found[:3]))
+
+    def test_functions_of_rows(self, live: Subject) -> None:
+        """What ``then`` makes is made of the caller's own row with its own arguments, beside others
+        and beside one for whom the function raises, which alone gets the exception."""
+
+        @together
+        def tagged(rows: torch.Tensor, tags: list[Any]) -> list[tuple[Any, torch.Tensor]]:
+            if None in tags:
+                raise KeyError("asked for")
+            return [*zip(tags, rows.unbind(), strict=True)]
+
+        async def asked(contexts: list[TokenIds], tags: list[Any]) -> list[Any]:
+            each = zip(contexts, tags, strict=True)
+            thens = (live.lm.next_token_logprobs(ids, then=tagged(tag)) for ids, tag in each)
+            found: list[Any] = await asyncio.gather(*thens, return_exceptions=True)
+            return found
+
+        @for_all(live, examples=20, contexts=live.contexts.several())
+        def functions_of_rows(contexts: list[TokenIds]) -> None:
+            several = [*contexts, contexts[0], contexts[-1]]
+            tags = [*range(len(several) - 1), None]
+            *found, refused = live.run(asked(several, tags))
+            for context, tag, result in zip(several, tags, found, strict=False):
+                what = f"a function of the row of {brief(context)}, given {tag}"
+                check(isinstance(result, tuple), f"{what}, gives {result!r:.200}")
+                given, row = result
+                check(given == tag, f"{what}, was called with {given}")
+                live.expect.row(row, context, how="by a function of rows, beside others")
+            check(isinstance(refused, KeyError), f"a function that raises KeyError gives {refused}")

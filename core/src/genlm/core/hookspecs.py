@@ -23,9 +23,10 @@ breaks no plugin.
 a time, so an engine needs no locks, may keep thread-bound state, and may block. Only
 ``genlm_backend_info``, ``genlm_wake`` and ``genlm_read_lora`` are called on any thread.
 
-*Requests.* There are three kinds: a query asks for one row, a
+*Requests.* There are four kinds: a query asks for one row, a
 :class:`~genlm.core.types.SampleRequest` for one drawn continuation, a
-:class:`~genlm.core.types.ScoreRequest` for the log-probabilities of one continuation.
+:class:`~genlm.core.types.ScoreRequest` for the log-probabilities of one continuation, a
+:class:`~genlm.core.types.ReductionRequest` for what a function makes of one row.
 
 *Order and fairness.* **No request waits for ever**, even if others never stop coming. Requests that
 may be in flight together are admitted in the order asked, up to ``batch_size`` of them. Requests
@@ -81,6 +82,7 @@ from genlm.core.types import (
     BackendInfo,
     Engine,
     Query,
+    ReductionRequest,
     Request,
     SampleRequest,
     SamplingParams,
@@ -159,6 +161,7 @@ def genlm_step(
     queries: Sequence[Query],
     samples: Sequence[SampleRequest],
     scores: Sequence[ScoreRequest],
+    reductions: Sequence[ReductionRequest],
     dropped: Sequence[Request],
     width: int,
 ) -> Sequence[Answer]:
@@ -179,12 +182,19 @@ def genlm_step(
             tokens only.
         samples: New draws. Equal ones are separate draws.
         scores: New scores.
+        reductions: New functions of rows (``then`` of the callers). For engines whose rows are far
+            from this process, so that only results travel: apply
+            :func:`~genlm.core.together.results_of` where the rows are, once a step for all that
+            have the same function. Rows are as wide as the tokenizer's vocabulary there, ``-inf``
+            where the model lacks a token. None may be declined. The answer's exception is what the
+            function raised, as it is; it may concern no other request. An engine that does not name
+            ``reductions`` is asked for rows, and the core applies the functions to them.
         dropped: Requests in flight, of any kind, whose callers have all gone. Drop them now and
             never answer them; an answer in this same step is ignored. An equal query may be new in
             a later step. An engine that does not name ``dropped`` computes them to the end.
         width: How many ids the tokenizer has. Draws are of these, and scores are normalised over
             them; others are declined. An engine that does not name ``width`` is asked for no scores
-            where ``vocab_size`` exceeds it (padded embeddings).
+            and no reductions where ``vocab_size`` exceeds it (padded embeddings).
 
     Returns:
         One :class:`~genlm.core.types.Answer` for each request that is finished: its result, its

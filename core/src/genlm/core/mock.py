@@ -24,12 +24,14 @@ from genlm.core.errors import EngineDeadError, InvalidOptionError, ModelNotFound
 from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM
 from genlm.core.options import CoreOptions, refuse_unknown
+from genlm.core.together import results_of
 from genlm.core.types import (
     Adapter,
     Answer,
     BackendInfo,
     Engine,
     Query,
+    ReductionRequest,
     Request,
     SampleRequest,
     SamplingParams,
@@ -274,8 +276,15 @@ class ContinuousMockEngine(MockEngine):
     def _answers(self, finished: Sequence[Request]) -> list[Answer]:
         draws = [request for request in finished if isinstance(request, SampleRequest)]
         drawn = self._draws([draw.query for draw in draws], [draw.params for draw in draws])
-        others = [request for request in finished if not isinstance(request, SampleRequest)]
-        return [*map(Answer, draws, drawn), *map(Answer, others, map(self._result, others))]
+        reductions = [request for request in finished if isinstance(request, ReductionRequest)]
+        rows = [self.row(request.query) for request in reductions]
+        reduced = results_of([request.then for request in reductions], rows)
+        others = [request for request in finished if isinstance(request, Query | ScoreRequest)]
+        return [
+            *map(Answer, draws, drawn),
+            *map(Answer, reductions, reduced),
+            *map(Answer, others, map(self._result, others)),
+        ]
 
     def _result(self, request: Query | ScoreRequest) -> torch.Tensor:
         if isinstance(request, ScoreRequest):

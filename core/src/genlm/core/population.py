@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -10,7 +9,7 @@ from genlm.core.checks import integer, safe_repr
 from genlm.core.context import Context, token_ids_of
 from genlm.core.drawer import IN_CACHE, on_cpu
 from genlm.core.errors import InvalidInputError
-from genlm.core.together import NUMBERS_PER_CALL, Then, Thens, each_of, together
+from genlm.core.together import NUMBERS_PER_CALL, Then, Thens, each_of, results_of
 
 if TYPE_CHECKING:
     import torch
@@ -168,31 +167,22 @@ class Population:
             [self._contexts[at] for at in live], self._lora_name, then=[thens[at] for at in live]
         )
         made: dict[int, Any] = dict(zip(live, await asked, strict=True))
-        over = defaultdict[together[R], list[int]](list)
-        for at, last in enumerate(self._last):
-            if last is not None:
-                over[thens[at].function].append(at)
-        for function, some in over.items():
-            made.update(zip(some, self._made_of_ended(function, thens, some), strict=True))
-        return [made[at] for at in range(self.n)]
-
-    def _made_of_ended(
-        self, function: together[R], thens: Sequence[Then[R]], some: Sequence[int]
-    ) -> list[R]:
-        """What a function makes of the rows of particles that have ended."""
-        import torch
-
-        row = torch.full((len(self._lm.byte_vocab),), -torch.inf, device=self.device)
-        points = {self._last[at]: row for at in some}
-        for token in points:
-            points[token] = row.clone()
-            points[token][token] = 0.0
-        made: list[R] = []
-        for result in function.results_of([(thens[at], [points[self._last[at]]]) for at in some]):
+        over = [at for at in range(self.n) if at not in made]
+        for at, result in zip(over, self._made_of_ended(thens, over), strict=True):
             if isinstance(result, Exception):
                 raise result
-            made.append(result)
-        return made
+            made[at] = result
+        return [made[at] for at in range(self.n)]
+
+    def _made_of_ended(self, thens: Sequence[Then[R]], over: Sequence[int]) -> list[Any]:
+        """What becomes of the rows of particles that have ended."""
+        import torch
+
+        points: dict[int | None, torch.Tensor] = {}
+        for token in {self._last[at] for at in over}:
+            points[token] = torch.full((len(self._lm.byte_vocab),), -torch.inf, device=self.device)
+            points[token][token] = 0.0
+        return results_of([thens[at] for at in over], [points[self._last[at]] for at in over])
 
     # --- growing ----------------------------------------------------------------------------------
 

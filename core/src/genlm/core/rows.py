@@ -4,6 +4,7 @@ batcher."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from attrs import evolve
@@ -22,12 +23,15 @@ from genlm.core.runtime.combiners import Combiner
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.text import TextMixin
 from genlm.core.together import Then, Thens, each_of
-from genlm.core.types import Query
+from genlm.core.types import Query, ReductionRequest
 
 if TYPE_CHECKING:
     import torch
 
 R = TypeVar("R")
+
+#: What a caller gets of an engine that reduces rows itself: the one result.
+the_result = itemgetter(0)
 
 
 class RowsMixin(TextMixin):
@@ -78,6 +82,8 @@ class RowsMixin(TextMixin):
         query = self._query(token_ids, lora_name)
         if then is None and (row := self._kept(query)) is not None:
             return row.clone()
+        if then is not None and self._engine.reduces:
+            return await self._batcher.submit((ReductionRequest(query, then),), the_result)
         return await self._batcher.submit((query,), then or the_copy)
 
     @overload
@@ -121,7 +127,10 @@ class RowsMixin(TextMixin):
         queries = self._queries(token_ids_list, lora_name)
         if then is None:
             return await self._rows(queries)
-        asked = zip(queries, each_of(then, len(queries)), strict=True)
+        thens = each_of(then, len(queries))
+        if queries and self._engine.reduces:  # results, which are small, may wait for the last
+            return await self._batcher.submit([*map(ReductionRequest, queries, thens)], list)
+        asked = zip(queries, thens, strict=True)
         return await all_of(self._batcher.submit((query,), each) for query, each in asked)
 
     @overload
@@ -146,6 +155,8 @@ class RowsMixin(TextMixin):
         query = self._query(token_ids, lora_name)
         if then is None and (row := self._kept(query)) is not None:
             return row.clone()
+        if then is not None and self._engine.reduces:
+            return self._batcher.ask((ReductionRequest(query, then),), the_result)
         return self._batcher.ask((query,), then or the_copy)
 
     @overload
@@ -225,9 +236,8 @@ class RowsMixin(TextMixin):
 
     def _kept(self, query: Query) -> torch.Tensor | None:
         """The row of a query if the output cache has it; to be copied."""
-        row = self._cache.peek(query)
-        if row is not None and (trace := self._timeline.trace) is not None:
-            trace.hit(query)
+        if (row := self._cache.peek(query)) is not None and self._timeline.trace is not None:
+            self._timeline.trace.hit(query)
         return row
 
     # --- checks -----------------------------------------------------------------------------------

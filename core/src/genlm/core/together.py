@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -172,6 +173,25 @@ def each_of(then: Thens[R], n: int) -> Sequence[Then[R]]:
             "map(draw, uniforms), or one for all of them"
         )
     return thens
+
+
+def results_of(thens: Sequence[Then[Any]], rows: Sequence[torch.Tensor]) -> list[Any]:
+    """What becomes of some rows, or the exceptions in their places: for engines that apply the
+    functions themselves.
+
+    Args:
+        thens: A function of each row, with its caller's arguments. Those with the same function
+            share its calls.
+        rows: As many rows, of one device.
+    """
+    alike = defaultdict[together[Any], list[int]](list)
+    for at, then in enumerate(thens):
+        alike[then.function].append(at)
+    made: dict[int, Any] = {}
+    for function, places in alike.items():
+        calls = [(thens[at], (rows[at],)) for at in places]
+        made.update(zip(places, function.results_of(calls), strict=True))
+    return [made[at] for at in range(len(rows))]
 
 
 def own(results: list[Any]) -> list[Any]:

@@ -123,7 +123,22 @@ class ScoreRequest:
     continuation: TokenIds
 
 
-Request = Query | SampleRequest | ScoreRequest
+@frozen(eq=False)
+class ReductionRequest:
+    """A request for what a function makes of a row, where the row is. No two are equal: each has
+    arguments of its own.
+
+    Attributes:
+        query: Asks for the row.
+        then: The function, ``then.function``, with the caller's arguments, ``then.given``: a
+            :class:`~genlm.core.together.Then`.
+    """
+
+    query: Query
+    then: Any
+
+
+Request = Query | SampleRequest | ScoreRequest | ReductionRequest
 
 
 def query_of(request: Request) -> Query:
@@ -202,6 +217,7 @@ class Stats:
         rows: Rows that the engine computed.
         draws: Continuations that the engine drew itself.
         scores: Continuations that the engine scored itself.
+        reductions: Functions of rows that the engine applied itself, one for each caller.
         largest_batch: The most requests in one call.
         failed_calls: Calls of the engine's evaluation hooks that raised. The core asks again in
             smaller parts, so a caller may notice only that it is slower; the first one is logged as
@@ -226,6 +242,7 @@ class Stats:
     rows: int = 0
     draws: int = 0
     scores: int = 0
+    reductions: int = 0
     largest_batch: int = 0
     failed_calls: int = 0
     queue_seconds: float = 0.0
@@ -264,7 +281,7 @@ class Answer(NamedTuple):
 
     Attributes:
         request: The request as it was admitted: a :class:`Query`, a :class:`SampleRequest` or a
-            :class:`ScoreRequest`.
+            :class:`ScoreRequest` or a :class:`ReductionRequest`.
         result: The result, or the request's own exception. For a query the row,
             ``[vocab_size]`` float32 log-probabilities. For a draw the ids drawn, without the stop
             token. For a score ``[len(continuation)]`` float32 log-probabilities. ``None`` for a

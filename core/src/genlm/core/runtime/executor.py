@@ -20,7 +20,15 @@ from genlm.core.runtime.lanes import ROWS, Counters, Lane, let_go
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.results import Answers, evaluate_isolated
 from genlm.core.runtime.timeline import Timeline
-from genlm.core.types import Adapter, Query, Request, SampleRequest, ScoreRequest, query_of
+from genlm.core.types import (
+    Adapter,
+    Query,
+    ReductionRequest,
+    Request,
+    SampleRequest,
+    ScoreRequest,
+    query_of,
+)
 
 log = get_logger()
 
@@ -28,7 +36,12 @@ log = get_logger()
 COLD, DRAWS, SCORES = Lane("cold rows", alone=True), Lane("draws"), Lane("scores")
 
 #: How an answer of the engine is counted.
-KINDS = {Query: "rows", SampleRequest: "draws", ScoreRequest: "scores"}
+KINDS: dict[type, str] = {
+    Query: "rows",
+    SampleRequest: "draws",
+    ScoreRequest: "scores",
+    ReductionRequest: "reductions",
+}
 
 
 @define(eq=False)
@@ -64,6 +77,8 @@ class EngineExecutor:
         of a hook."""
         if isinstance(request, Query):
             return COLD if request.cold else ROWS
+        if isinstance(request, ReductionRequest):
+            return ROWS
         draw = isinstance(request, SampleRequest)
         hook = self.engine.native["samples" if draw else "scores"]
         return ROWS if hook == "genlm_step" else DRAWS if draw else SCORES
@@ -84,7 +99,9 @@ class EngineExecutor:
             answers = evaluate_isolated(self._batch, asked)
             self._keep(answers, generation)
         for i, (request, result) in enumerate(answers):
-            if isinstance(result, Exception):
+            if isinstance(request, ReductionRequest) and isinstance(result, Exception):
+                let_go(result)  # the function's own: its caller gets it as it is
+            elif isinstance(result, Exception):
                 answers[i] = request, self._explained(query_of(request), result)
         return known + answers
 
@@ -175,6 +192,7 @@ class EngineExecutor:
                 queries=tuple(of[Query]),
                 samples=tuple(of[SampleRequest]),
                 scores=tuple(of[ScoreRequest]),
+                reductions=tuple(of[ReductionRequest]),
                 dropped=tuple(dropped),
                 width=self.engine.width,
             )
@@ -183,7 +201,9 @@ class EngineExecutor:
         except Exception as error:
             self._failure = describe_error(error)
             lost, self._in_flight = list(self._in_flight), {}
-            return [(request, TryAlone() if len(lost) > 1 else error) for request in lost]
+            if len(lost) == 1:
+                return [(lost[0], self._explained(query_of(lost[0]), error))]
+            return [(request, TryAlone()) for request in lost]
         finished: Answers[Request] = []
         kept = defaultdict[int, Answers[Request]](list)  # by their generation when admitted
         for answer in answers:

@@ -105,6 +105,12 @@ class LoadedEngine:
             )
             if not processors and (in_steps or self.supports(hook, needed)):
                 self.native[kind] = "genlm_step" if in_steps else hook
+        #: Whether it applies the functions that callers give as ``then`` where its rows are.
+        self.reduces = (
+            not processors
+            and self.supports("genlm_step", "reductions")
+            and (over is None or self.supports("genlm_step", over))
+        )
         self.device = str(engine.device)
         self._model = engine.model
         self.lacking: Mapping[str, str] = getattr(engine, "lacking", {})

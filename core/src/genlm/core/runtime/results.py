@@ -16,6 +16,7 @@ from genlm.core.hook_calls import FATAL, Processor, attributed, clear_pluggy
 from genlm.core.types import (
     Answer,
     Query,
+    ReductionRequest,
     Request,
     SampleRequest,
     SamplingParams,
@@ -102,7 +103,9 @@ class Results:
 
     def _checked(self, hook: str, request: Request, result: Any) -> Any:
         """The result of one request, or the exception in its place."""
-        if isinstance(result, Exception) or (result is None and not isinstance(request, Query)):
+        if isinstance(result, Exception) or isinstance(request, ReductionRequest):
+            return result  # of a reduction anything
+        if result is None and not isinstance(request, Query):
             return result
         try:
             if isinstance(request, SampleRequest):

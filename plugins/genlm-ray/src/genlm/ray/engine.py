@@ -22,7 +22,7 @@ from attrs import evolve
 from genlm.core import Adapter, Answer, EngineDeadError, Query, hookimpl
 from genlm.core.errors import BackendUnavailableError, InvalidOptionError
 from genlm.core.plugins import find_backend
-from genlm.core.types import Request, SampleRequest, ScoreRequest
+from genlm.core.types import ReductionRequest, Request, SampleRequest, ScoreRequest
 from genlm.kit.mailbox import Mailbox
 from genlm.ray import watch
 from genlm.ray.cluster import Cluster
@@ -164,15 +164,19 @@ class RayEngine:
         queries: Sequence[Query],
         samples: Sequence[SampleRequest],
         scores: Sequence[ScoreRequest],
+        reductions: Sequence[ReductionRequest],
         dropped: Sequence[Request],
     ) -> list[Answer]:
         """Wait until something is answered, or :meth:`genlm_wake` is called."""
-        new_requests: list[Request] = [*queries, *samples, *scores]
+        refused = self._fleet.functions.refused(reductions)
+        travelling = [request for request in reductions if request not in refused]
+        new_requests: list[Request] = [*queries, *samples, *scores, *travelling]
         for request in dropped:
             self._flying.pop(request, None)
         self._flying.update(dict.fromkeys(new_requests, True))
         self._orders.put(partial(self._fleet.step, new_requests, dropped))
-        came = [self._answers.get()] if self._flying and self._failure is None else []
+        waits = self._flying and self._failure is None and not refused
+        came = [self._answers.get()] if waits else []
         while self._answers:
             came.append(self._answers.get())
         # Without what has been dropped since it was answered.
@@ -180,7 +184,7 @@ class RayEngine:
         answers = [each for some in came for each in some if flying.pop(each[0], False)]
         if self._failure is not None and not answers:
             raise self._failure
-        return answers
+        return [*map(Answer, refused, refused.values()), *answers]
 
     @hookimpl
     def genlm_wake(self) -> None:

@@ -19,12 +19,13 @@ from attrs import define, field
 from genlm.core import Answer, EngineDeadError, EngineError
 from genlm.core.errors import BackendUnavailableError
 from genlm.core.logs import get_logger
-from genlm.core.types import Request, query_of
+from genlm.core.types import ReductionRequest, Request, query_of
+from genlm.ray.functions import Functions, Lacking
 from genlm.ray.log import Action, Change, Entry, Log
 from genlm.ray.member import Call, Job, Journey, Member, State, alive
 from genlm.ray.placing import DEATHS, Placing
 from genlm.ray.watch import HOPE, STARTS, Watch
-from genlm.ray.wire import Busy, Description, Gone, ask
+from genlm.ray.wire import Ask, Busy, Description, Gone, ask
 
 log = get_logger()
 
@@ -51,6 +52,7 @@ class Fleet:
     _watch: Watch = field(init=False)
     members: list[Member] = field(init=False)
     answers: list[Answer] = field(factory=list, init=False)  # since they were taken
+    functions: Functions = field(factory=Functions, init=False)  # of requests
     description: Description | None = field(default=None, init=False)  # of the replicas' engine
 
     def __attrs_post_init__(self) -> None:
@@ -86,17 +88,29 @@ class Fleet:
     def _ask(self, member: Member, jobs: Sequence[Job], on_trial: bool) -> Journey:
         """The journey of requests, from where they waited to their answers."""
         # A tuple, not a list: only of a list Ray pickles each element by itself.
-        asked = tuple([ask(job.request, self._program) for job in jobs])
+        asked = tuple([self._asked(member, job.request) for job in jobs])
         outcome = yield Call(member, ("answer", asked, on_trial), [*jobs], on_trial)
         if isinstance(outcome, Busy):
             self._placing.postpone(member, jobs)
         elif outcome is CANCELLED:
+            self._placing.add(alive(jobs))
+        elif isinstance(outcome, Lacking):  # the call that brought a function was cancelled
+            member.functions.clear()
             self._placing.add(alive(jobs))
         elif isinstance(outcome, Exception) and len(jobs) > 1:
             self._placing.split(alive(jobs))  # such as an object store without room for all rows
         else:
             results = [outcome] if isinstance(outcome, Exception) else outcome
             self._answer(jobs, results)
+
+    def _asked(self, member: Member, request: Request) -> Ask:
+        """A request as it travels to a replica. A function goes there once."""
+        if not isinstance(request, ReductionRequest):
+            return ask(request, self._program)
+        code = self.functions.code(request.then.function)
+        pickled = None if code.key in member.functions else code.pickled
+        member.functions.add(code.key)
+        return ask(request, self._program, (code.key, pickled, request.then.given))
 
     def _answer(self, jobs: Sequence[Job], results: Sequence[Any]) -> None:
         for job, result in zip(jobs, results, strict=True):
@@ -120,7 +134,7 @@ class Fleet:
         """The life of a replica: it loads, and then one call of the watch is under way, always."""
         self._watch.enter(member, State.STARTING)
         member.life += 1
-        member.have = {}
+        member.have, member.functions = {}, set()
         member.line.start()
         outcome = yield Call(member, ("open", *self._loading))
         if isinstance(outcome, Exception):

@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import define, field
 
-from genlm.core.types import Query, Request, SampleRequest, ScoreRequest
+from genlm.core.types import Query, ReductionRequest, Request, SampleRequest, ScoreRequest
 from genlm.ray.log import Action, Entry
 
 
@@ -33,7 +33,7 @@ class Waiting:
 
     def __init__(self, jobs: Iterable[Job] = ()) -> None:
         self.queues: dict[type, deque[Job]] = {
-            kind: deque() for kind in (Query, ScoreRequest, SampleRequest)
+            kind: deque() for kind in (Query, ReductionRequest, ScoreRequest, SampleRequest)
         }
         for job in jobs:
             self.add(job)
@@ -92,6 +92,7 @@ class Member:
     refusals: int = 0  # among these, loads that raised an error
     calls: set[Call] = field(factory=set)
     have: dict[Entry, None] = field(factory=dict)
+    functions: set[str] = field(factory=set)  # the keys of those that it was sent
     died_of: Entry | None = None
     waiting: Waiting = field(factory=Waiting)  # for this replica
     trial: Waiting | None = None  # suspects that it tries, as soon as nothing else is in flight

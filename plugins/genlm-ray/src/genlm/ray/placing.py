@@ -12,7 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from genlm.core.types import Query, SampleRequest, ScoreRequest, query_of
+from genlm.core.types import Query, ReductionRequest, SampleRequest, ScoreRequest, query_of
 from genlm.ray.affinity import Affinity
 from genlm.ray.member import Job, Member, Waiting, alive
 
@@ -20,6 +20,7 @@ from genlm.ray.member import Job, Member, Waiting, alive
 #: at work, one that comes next. Draws end one by one, so each is a call of its own.
 LIMITS: dict[type, tuple[int, int]] = {
     Query: (256, 2),
+    ReductionRequest: (256, 2),
     ScoreRequest: (256, 2),
     SampleRequest: (1, 64),
 }

@@ -22,8 +22,11 @@ from typing import Any
 from attrs import asdict, define, field
 
 import ray
-from genlm.core import AsyncLM, EngineDeadError
+from genlm.core import AsyncLM, EngineDeadError, EngineError
+from genlm.core.checks import describe_error
 from genlm.core.errors import InvalidOptionError, ModelClosedError
+from genlm.core.types import TokenIds
+from genlm.ray.functions import KnownFunctions, Reduced
 from genlm.ray.wire import (
     HOOKS,
     Ask,
@@ -125,6 +128,7 @@ class Replica:
         self._pickled = b""  # these options as they came: wrappers among them change with use
         self._width: int | None = None  # of rows as they travel, once it is loaded
         self._sessions: dict[str, ProgramSession] = {}
+        self._functions = KnownFunctions()
         self._trying: list[tuple[ProgramSession, float]] = []  # suspects: whose, and since when
         self._over: Exception | None = None  # why it takes no more calls
         self._ending = asyncio.Event()
@@ -260,6 +264,9 @@ class Replica:
     @in_session
     async def answer(self, session: ProgramSession, asked: Sequence[Ask], on_trial: bool) -> Sent:
         task = asyncio.current_task()
+        for *_, reduced in asked:
+            if reduced is not None:
+                self._functions.learn(*reduced[:2])
         session.tasks.add(task)
         try:
             with self._trial(session) if on_trial else contextlib.nullcontext():
@@ -272,7 +279,9 @@ class Replica:
         return sent(found)
 
     async def _answer(self, asked: Ask) -> Any:
-        ids, (_, lora, cold, drawn, scored) = ids_of(asked), asked
+        ids, (_, lora, cold, drawn, scored, reduced) = ids_of(asked), asked
+        if reduced is not None:
+            return await self._reduce(ids, lora, *reduced)
         if drawn is not None:
             params = asdict(drawn)
             stop = sorted(params.pop("stop_token_ids"))
@@ -285,6 +294,17 @@ class Replica:
         else:
             row = await self.lm.next_token_logprobs(ids, lora_name=lora)
         return row[: self._width]
+
+    async def _reduce(
+        self, ids: TokenIds, lora: str | None, key: str, _: bytes | None, given: Sequence[Any]
+    ) -> Reduced:
+        """What a function makes of a row."""
+        then = self._functions.then(key, given)
+        try:
+            return Reduced.of(await self.lm.next_token_logprobs(ids, lora_name=lora, then=then))
+        except (EngineDeadError, ModelClosedError) as error:
+            self.lm.__enter__()  # raises if it is this model that has ended
+            raise EngineError(f"a function of rows raised {describe_error(error)}") from None
 
     @contextlib.contextmanager
     def _trial(self, session: ProgramSession) -> Iterator[None]:

@@ -17,14 +17,21 @@ from attrs import frozen
 
 from genlm.core import EngineError, SamplingParams
 from genlm.core.types import Request, SampleRequest, ScoreRequest, TokenIds, query_of
+from genlm.ray.functions import Reduced
 
 #: The optional hooks, which the fleet has if the replicas' engine has them.
 HOOKS = ("genlm_cache_prefix", "genlm_clear_kv_cache", "genlm_add_lora", "genlm_remove_lora")
 
+#: What a function is to make of a row: the function's key, its code where the replica may lack it,
+#: and the caller's arguments.
+Reduce = tuple[str, bytes | None, Sequence[Any]]
+
 #: One request: its ids in parts, the key of its adapter, whether it goes past every cache, how to
-#: draw, and the ids to score. A row has neither of the last two. What the contexts of a call share
-#: travels once: pickle knows the parts again.
-Ask = tuple[tuple[TokenIds, ...], str | None, bool, SamplingParams | None, TokenIds | None]
+#: draw, the ids to score, and what to make of the row. A row has none of the last three. What the
+#: contexts of a call share travels once: pickle knows the parts again.
+Ask = tuple[
+    tuple[TokenIds, ...], str | None, bool, SamplingParams | None, TokenIds | None, Reduce | None
+]
 
 #: The results of a call on their way: tensors in one, the length of each, and what is no tensor, by
 #: its place.
@@ -59,13 +66,13 @@ class Description:
     lacking: Mapping[str, str] = {}
 
 
-def ask(request: Request, program: str) -> Ask:
-    """A request as it travels."""
+def ask(request: Request, program: str, reduced: Reduce | None = None) -> Ask:
+    """A request as it travels; ``reduced``: what is to be made of the row."""
     query = query_of(request)
     key = None if query.adapter is None else adapter_key(query.adapter.version, program)
     params = request.params if isinstance(request, SampleRequest) else None
     scored = request.continuation if isinstance(request, ScoreRequest) else None
-    return query.context.parts(), key, query.cold, params, scored
+    return query.context.parts(), key, query.cold, params, scored, reduced
 
 
 def ids_of(asked: Ask) -> TokenIds:
@@ -103,7 +110,7 @@ def received(arrived: Sent) -> list[Any]:
     rows = torch.empty(0) if joined is None else torch.from_numpy(np.asarray(Lent(joined)))
     results: list[Any] = [*rows.split_with_sizes(lengths)]
     for at, other in others.items():
-        results[at] = other
+        results[at] = other.result() if isinstance(other, Reduced) else other
     return results
 
 

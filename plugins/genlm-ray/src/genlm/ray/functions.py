@@ -1,0 +1,162 @@
+"""Functions of rows on their way: from the program to the replicas that have the rows."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from attrs import define, field, frozen
+
+import ray
+from genlm.core import EngineError, InvalidInputError
+from genlm.core.checks import describe_error, safe_repr
+from genlm.core.together import Then, together
+from genlm.core.types import ReductionRequest
+
+#: The most functions that a replica keeps. A program that makes a new one in every step would fill
+#: its memory; one that has been dropped travels again.
+KEPT_FUNCTIONS = 1000
+
+#: Arguments that can be pickled, whatever their value.
+PLAIN = (float, int, str, bytes, bool, type(None))
+
+
+@frozen
+class Code:
+    """A function as it travels."""
+
+    key: str  # by which replicas know it: a hash of the bytes
+    pickled: bytes
+
+
+class Functions:
+    """The functions that a program has used. Each is pickled once, as it is when it is first used:
+    what it refers to may not change after that."""
+
+    def __init__(self) -> None:
+        self._codes: WeakKeyDictionary[together[Any], Code] = WeakKeyDictionary()
+
+    def code(self, function: together[Any]) -> Code:
+        """A function that has been pickled."""
+        return self._codes[function]
+
+    def refused(self, requests: Iterable[ReductionRequest]) -> dict[ReductionRequest, Exception]:
+        """Pickle the functions of some requests, and return the requests that cannot travel, each
+        with its error."""
+        refused: dict[ReductionRequest, Exception] = {}
+        checked: dict[int, Exception | None] = {}  # arguments that callers share, by identity
+        for request in requests:
+            error = self._pickle(request.then.function)
+            for given in request.then.given:
+                if error is None and not isinstance(given, PLAIN):
+                    if id(given) not in checked:
+                        checked[id(given)] = unpicklable("the argument", given)
+                    error = checked[id(given)]
+            if error is not None:
+                refused[request] = InvalidInputError(str(error))
+        return refused
+
+    def _pickle(self, function: together[Any]) -> Exception | None:
+        if function in self._codes:
+            return None
+        try:
+            pickled = ray.cloudpickle.dumps(function)
+        except Exception as error:
+            return cannot_travel("the function", function, error)
+        self._codes[function] = Code(hashlib.sha256(pickled).hexdigest(), pickled)
+        return None
+
+
+def unpicklable(what: str, value: Any) -> Exception | None:
+    try:
+        ray.cloudpickle.dumps(value)
+    except Exception as error:
+        return cannot_travel(what, value, error)
+    return None
+
+
+def cannot_travel(what: str, value: Any, error: Exception) -> InvalidInputError:
+    return InvalidInputError(
+        f"{what} {safe_repr(value)} cannot be sent to a replica: {describe_error(error)}; give "
+        "what can be pickled, or ask for rows, without then"
+    )
+
+
+@define
+class KnownFunctions:
+    """The functions that a replica has."""
+
+    _known: OrderedDict[str, together[Any] | Exception] = field(factory=OrderedDict)
+
+    def learn(self, key: str, pickled: bytes | None) -> None:
+        """Take a function that has come, or note that it is used.
+
+        Raises:
+            Lacking: it has not come, or was dropped.
+        """
+        if key in self._known:
+            self._known.move_to_end(key)
+        elif pickled is None:
+            raise Lacking(key)
+        else:
+            try:
+                self._known[key] = ray.cloudpickle.loads(pickled)
+            except Exception as error:
+                self._known[key] = InvalidInputError(
+                    f"a function of rows cannot be loaded in a replica: {describe_error(error)}; "
+                    "define it in the program's main module, or put its module on every node"
+                )
+            while len(self._known) > KEPT_FUNCTIONS:
+                self._known.popitem(last=False)
+
+    def then(self, key: str, given: Sequence[Any]) -> Then[Any]:
+        """What a caller has given.
+
+        Raises:
+            InvalidInputError: its function could not be loaded.
+        """
+        function = self._known[key]
+        if isinstance(function, Exception):
+            raise InvalidInputError(str(function))
+        return function(*given)
+
+
+class Lacking(Exception):
+    """A replica lacks a function: send it again."""
+
+
+@frozen
+class Reduced:
+    """What a function has made of a row, pickled by itself: a result that cannot travel concerns
+    its caller alone."""
+
+    pickled: bytes
+
+    @classmethod
+    def of(cls, result: Any) -> Reduced:
+        """Raises: EngineError: the result cannot be pickled."""
+        try:
+            return cls(pickle.dumps(result))
+        except Exception:  # perhaps of a class of the program itself
+            pass
+        try:
+            return cls(ray.cloudpickle.dumps(result))
+        except Exception as error:
+            raise EngineError(
+                f"the result {safe_repr(result)} cannot be sent back by a replica: "
+                f"{describe_error(error)}; return what can be pickled"
+            ) from None
+
+    def result(self) -> Any:
+        """The result; or the error in its place."""
+        try:
+            return pickle.loads(self.pickled)
+        except Exception as error:
+            return EngineError(
+                f"the result of a replica cannot be read here: {describe_error(error)}; return "
+                "what this program can import"
+            )
