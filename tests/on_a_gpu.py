@@ -1,4 +1,4 @@
-"""Tests on a GPU, whose rows may be compared with some on the CPU; see docs/gpu.md.
+"""Tests on a GPU, whose rows may be compared with some on the CPU; see CONTRIBUTING.md.
 
 GENLM_TEST_DEVICE=cuda pytest -p tests.on_a_gpu plugins/genlm-hf/tests
 """

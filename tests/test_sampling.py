@@ -132,7 +132,7 @@ def test_a_gpu_would_launch_as_many_kernels_for_any_number(monkeypatch, rows, op
             draw_together(drawers_of(count, **options), list(rows[:count]))
         counts.append(launched.count)
     assert counts[0] == counts[1]
-    assert 9 <= counts[0] <= 40, "what docs/gpu.md says"
+    assert 9 <= counts[0] <= 40, "what CONTRIBUTING.md says"
 
 
 def test_sums_whose_last_bits_are_wrong_give_no_token_without_mass(monkeypatch):

@@ -7,7 +7,7 @@ import os
 import torch
 from transformers import Lfm2Config, MambaConfig
 
-#: docs/gpu.md gives another one.
+#: CONTRIBUTING.md gives another one.
 DEVICE = torch.device(os.environ.get("GENLM_TEST_DEVICE", "cpu"))
 
 TOKENS = 257  # every byte, and the end

@@ -1,4 +1,4 @@
-"""These tests on a GPU; see docs/gpu.md.
+"""These tests on a GPU; see CONTRIBUTING.md.
 
     PYTHONPATH=plugins/genlm-vllm/tests pytest -p on_a_gpu plugins/genlm-vllm/tests
 
