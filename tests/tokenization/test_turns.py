@@ -77,6 +77,7 @@ def test_the_tokenizer_is_still_what_was_given(lm, tokenizer):
         assert type(other) is PreTrainedTokenizerFast
         assert other.encode(TEXT) == tokenizer.encode(TEXT)
         assert other.padding_side == tokenizer.padding_side
+    assert b"genlm" not in pickle.dumps(tokenizer)  # whoever reads it needs no library of ours
     other = copy.copy(tokenizer)
     other.truncation_side = "left"
     assert other.encode("abc", truncation=True, max_length=2) == tokenizer.encode("bc")

@@ -62,12 +62,10 @@ def _reduce_as(kind: Any) -> Callable[..., Any]:
     def reduce(self: Any, protocol: Any) -> Any:
         plain = object.__new__(kind)
         plain.__dict__.update(self.__dict__)
-        make, *rest = plain.__reduce_ex__(protocol)
-        # pickle lets copyreg's own function make objects of their present class alone.
-        return _new if make is copyreg.__newobj__ else make, *rest  # type: ignore[attr-defined]
+        make, args, *state = plain.__reduce_ex__(protocol)
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+            # pickle lets it make objects of their present class alone; this one makes any.
+            make, args = copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]
+        return make, args, *state
 
     return reduce
-
-
-def _new(kind: Any, *args: Any) -> Any:
-    return kind.__new__(kind, *args)
