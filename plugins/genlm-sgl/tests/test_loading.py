@@ -4,8 +4,12 @@ import gc
 import importlib.metadata
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -24,7 +28,7 @@ from genlm.core import (
     ModelNotFoundError,
     load_model_by_name,
 )
-from genlm.sgl import AsyncSGLTransformer, loading
+from genlm.sgl import AsyncSGLTransformer, internals, loading
 from genlm.sgl.options import gpu_index
 from genlm.sgl.plugin import genlm_backend_info, genlm_load
 from genlm.sgl.weights import required
@@ -200,6 +204,71 @@ def test_other_files_beside_the_weights_are_passed_over(tiny, tmp_path, referenc
         row = lm.next_token_logprobs_sync([5, 6, 7])
     expected = reference([(5, 6, 7)])[0, : len(row)].log_softmax(-1)
     torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+from genlm.core import load_model_by_name
+
+class Interrupt:
+    caught = threading.Event()
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "sglang.lang.api" and not self.caught.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            self.caught.wait(60)
+            for _ in range(1000):  # where the load ends if it is this thread's
+                pass
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.meta_path.insert(0, Interrupt())
+    arguments = sys.argv[1], "sgl", {"engine_opts": {"max_total_tokens": 512}}
+    try:
+        load_model_by_name(*arguments)
+    except KeyboardInterrupt:
+        Interrupt.caught.set()
+    with load_model_by_name(*arguments) as lm:
+        print(len(lm.next_token_logprobs_sync([1, 2, 3])), Interrupt.caught.is_set())
+"""
+
+
+def test_an_interrupt_of_the_first_import_spoils_nothing(tiny):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, tiny], capture_output=True, text=True, timeout=400
+    )
+    assert done.stdout.splitlines()[-1:] == ["257 True"], done.stderr[-3000:]
+
+
+def test_a_load_waits_for_the_end_of_one_that_was_interrupted(tiny, monkeypatch):
+    """It still cleans up, and holds SGLang's globals meanwhile."""
+    began, ends, asked = threading.Event(), threading.Event(), []
+
+    def construct(options, gpu_id, settings):
+        asked.append(gpu_id)
+        if gpu_id == 1:
+            began.set()
+            assert ends.wait(60)
+        raise KeyboardInterrupt
+
+    def load(gpu_id):
+        with pytest.raises(KeyboardInterrupt):
+            internals.Scheduler({}, gpu_id)
+
+    monkeypatch.setattr(internals, "construct", construct)
+    monkeypatch.setattr(internals, "release_globals", lambda: None)
+    held = lambda: began.is_set() and not ends.is_set()  # noqa: E731
+    monkeypatch.setattr(torch.distributed, "is_initialized", held)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(load, 1)
+        assert began.wait(60)
+        second = pool.submit(load, 2)
+        with pytest.raises(TimeoutError):  # it is not refused
+            second.result(timeout=0.5)
+        ends.set()
+        first.result(60)
+        second.result(60)
+    assert asked == [1, 2]
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

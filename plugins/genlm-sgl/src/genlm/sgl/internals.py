@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,31 @@ from genlm.core.errors import BackendUnavailableError, EngineError, InvalidOptio
 from genlm.kit import randomness
 from genlm.sgl import attention
 from genlm.sgl.construction import construct, release_globals
+from genlm.sgl.imports import PATIENCE, import_whole
 from genlm.sgl.repairs import Limit, repair
+
+#: What is imported before a model is loaded.
+MODULES = (
+    "sglang.srt.distributed",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.registry",
+    "sglang.srt.plugins",
+    "sglang.srt.server_args",
+)
+
+#: Held while a model is loaded. An interrupted load still cleans up, in its own thread, when the
+#: next is asked for; and SGLang's globals are the process's.
+LOADING = threading.Lock()
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    while not LOADING.acquire(timeout=PATIENCE):
+        pass
+    try:
+        yield
+    finally:
+        LOADING.release()
 
 
 class Scheduler:
@@ -42,6 +67,11 @@ class Scheduler:
     """
 
     def __init__(self, options: Mapping[str, Any], gpu_id: int, settings: Any = None) -> None:
+        import_whole(MODULES)
+        with _alone():
+            self._load(options, gpu_id, settings)
+
+    def _load(self, options: Mapping[str, Any], gpu_id: int, settings: Any) -> None:
         from sglang.srt.distributed import model_parallel_is_initialized
         from sglang.srt.sampling.sampling_params import SamplingParams
 
