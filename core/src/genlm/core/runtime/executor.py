@@ -100,7 +100,8 @@ class EngineExecutor:
             self._keep(answers, generation)
         for i, (request, result) in enumerate(answers):
             if isinstance(request, ReductionRequest) and isinstance(result, Exception):
-                let_go(result)  # the function's own: its caller gets it as it is
+                if not self.keeps_frames:
+                    let_go(result)  # the function's own: its caller gets it as it is
             elif isinstance(result, Exception):
                 answers[i] = request, self._explained(query_of(request), result)
         return known + answers
@@ -205,7 +206,7 @@ class EngineExecutor:
                 return [(lost[0], self._explained(query_of(lost[0]), error))]
             return [(request, TryAlone()) for request in lost]
         finished: Answers[Request] = []
-        kept = defaultdict[int, Answers[Request]](list)  # by their generation when admitted
+        kept: dict[int, Answers[Request]] = defaultdict(list)  # by their generation when admitted
         for answer in answers:
             request = answer[0]
             admitted = self._in_flight.pop(request, None)

@@ -128,9 +128,11 @@ def combined(calls: Sequence[Call[Any]]) -> list[Any]:
             alike.setdefault(call.combine.together, []).append(call)
     made: dict[Call[Any], Any] = {}
     for together, some in alike.items():
-        with contextlib.suppress(Exception):  # no memory for all of them: each tries alone
+        try:
             given = together([(call.combine, call.results) for call in some])
             made.update(zip(some, given, strict=True))
+        except Exception:  # no memory for all of them: each tries alone
+            pass
     return [made[call] if call in made else call.combined() for call in calls]
 
 
