@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib.util
 import inspect
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -58,6 +59,30 @@ def test_private_modules_are_imported_in_the_core_alone() -> None:
         if name in private
     }
     assert not used
+
+
+@pytest.mark.parametrize(
+    "page",
+    [TOP / "core" / "ROW.md", *sorted(TOP.glob("plugins/*/ROW.md"))],
+    ids=lambda page: page.parent.name,
+)
+def test_the_files_on_the_way_of_a_row_are_there(page: Path) -> None:
+    """Of its own distribution, or of the kit by their whole path."""
+    (own,) = (page.parent / "src" / "genlm").iterdir()
+    text = page.read_text(encoding="utf-8")
+    files = re.findall(r"\b([a-z_]+(?:/[a-z_]+)*\.py)\b", text)
+    assert len(files) > 4
+    places = {
+        name: TOP / "kit/src/genlm" / name if name[:4] == "kit/" else own / name for name in files
+    }
+    assert [name for name, place in places.items() if not place.is_file()] == []
+    assert f"({os.path.relpath(page, TOP / 'docs')})" in PAGE
+    assert len(text.splitlines()) <= 100, "two screens at most"
+
+
+def test_every_plugin_has_a_page_of_one_row() -> None:
+    plugins = {folder.name for folder in (TOP / "plugins").iterdir() if folder.is_dir()}
+    assert {page.parent.name for page in TOP.glob("plugins/*/ROW.md")} == plugins
 
 
 def modules_below(package: Path) -> dict[str, Path]:

@@ -28,6 +28,10 @@ class Planner(Generic[A]):
     """Keeps the state of contexts as a tree of segments, within a budget. The least recently used
     is dropped first.
 
+    It decides where each sequence starts, in which segments it runs, which of a batch wait for
+    another one, and what is copied, shared, pinned and evicted. It does not decide which sequences
+    are computed now, nor how many tokens one forward has; and it moves no bytes: the table does.
+
     A sequence starts from the kept context that shares the longest prefix with it. If it extends
     that context, or ends within its slot, it runs in the same slot, and nothing is copied. Else it
     is a fork: a long shared prefix is (or becomes) a trunk, a short one is copied to a new slot. A

@@ -24,6 +24,12 @@ Part = tuple[list[int], bool]
 class Evaluator:
     """Computes sequences with as few and as small forwards as the model allows.
 
+    It decides which sequences may share a call of the strategy (those of equal adapters, where
+    adapters cannot be mixed), whether a context's state is kept (not beyond the longest length for
+    which it was proven), which row is next compared with a cold one, and what is tried again where
+    memory runs out. It does not decide what a step computes (the schedule does), nor how a sequence
+    is computed (the strategy), nor where its state lies (the planner).
+
     Args:
         strategy: How they are computed.
         adapters: Says which sequences may share a forward.

@@ -32,6 +32,10 @@ class Schedule(Generic[R]):
     """Keeps what waits, and chooses what to compute, so that no request waits long for somebody
     else's long context.
 
+    It decides which of the waiting requests a step answers, and of which other one it computes a
+    chunk. It does not decide how these are computed: it asks the evaluator what is known and what
+    one more would cost, and hands it the sequences.
+
     A step computes about ``size`` tokens. At most half of them are for the requests that lack
     least. The rest are for the requests in the order asked, and the first of them that lacks more
     gets as much of its context computed as there is room: a chunk. So a short request waits for

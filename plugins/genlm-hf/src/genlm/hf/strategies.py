@@ -78,9 +78,15 @@ class Computed:
 
 @define(eq=False)
 class Strategy:
-    """Without state: every context is computed whole, in padded batches of similar length.
+    """How sequences become forwards; this one keeps no state: every context is computed whole, in
+    padded batches of similar length.
 
-    The base of the others, which compute so what they cannot keep.
+    The base of the others, which compute so what they cannot keep. There is one for each reuse
+    mode, chosen once, when the model is loaded.
+
+    A strategy decides which tokens go into one forward, and when what a forward has written counts
+    as kept. It does not decide which sequences are asked for (the evaluator does), nor, where state
+    lies in slots and trunks, what is kept, shared, copied and evicted: that is the planner's.
 
     Attributes:
         runner: Runs forwards.
