@@ -349,7 +349,7 @@ class Machine(RuleBasedStateMachine):
             if adapter is None or not pinning.may_lack(pinning.adapters[adapter]):
                 version = adapter and adapter.version
                 key = adapter and adapter_key(adapter.version, pinning.name)
-                asked: Ask = ((0,), key, False, None, None)
+                asked: Ask = ((0,), key, False, None, None, None)
                 entry = Entry(("pin", asked), ("unpin", asked), version)
                 pinning.changing = (entry, None)
                 pinning.fleet.add(entry, pinning.changed)

@@ -189,7 +189,7 @@ def replica_with(*programs: str) -> tuple[Any, Model, list[Token]]:
 
 
 def asked(token_id: int, adapter: str | None = None) -> Ask:
-    return ((token_id,),), adapter, False, None, None
+    return ((token_id,),), adapter, False, None, None, None
 
 
 def test_what_a_program_has_on_a_replica_is_its_own() -> None:
@@ -236,7 +236,7 @@ def test_rows_travel_without_what_only_the_tokenizer_has(monkeypatch: pytest.Mon
     async def widths() -> list[int]:
         replica: Any = Replica()
         described = await replica.open(("mine", 1), None, "mock", "mock", {})
-        cold = ((1,),), None, True, None, None
+        cold = ((1,),), None, True, None, None, None
         rows = received(await replica.answer(("mine", 1), [asked(1), cold], False))
         replica.lm.close()
         return [described.vocab_size, *map(len, rows)]
