@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,11 @@ import pytest
 import torch
 from mlx_lm.models import base, llama
 from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
 from genlm.core import Query, load_model_by_name
-from genlm.core.errors import EngineError, InvalidOptionError
+from genlm.core.errors import EngineError, InvalidOptionError, ModelNotFoundError
 from genlm.mlx.attention import NAME
 from genlm.mlx.loading import amended, load
 
@@ -44,6 +45,33 @@ def test_caches_that_cannot_be_batched_are_warned_of(
     assert (engine.logprobs(queries) - expected).abs().max() < 1e-4
     assert engine.genlm_cache_prefix(queries[0])
     engine.genlm_clear_kv_cache()
+
+
+def test_other_files_beside_the_weights_are_passed_over(folders: Folders, tmp_path: Path) -> None:
+    """mlx-lm would read every file whose name begins with "model"."""
+    folder = shutil.copytree(folders("llama"), tmp_path / "model")
+    (expected,) = load(str(folder), {}).logprobs([Query((1, 2, 3))])
+    weights = load_file(folder / "model.safetensors")
+    others = {name: torch.randn_like(each) for name, each in weights.items()}
+    save_file(others, folder / "model.fp16.safetensors", {"format": "pt"})
+    (row,) = load(str(folder), {}).logprobs([Query((1, 2, 3))])
+    assert row.equal(expected)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    places = {"metadata": {}, "weight_map": dict.fromkeys(weights, "weights.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(places))
+    (row,) = load(str(folder), {}).logprobs([Query((1, 2, 3))])
+    assert row.equal(expected)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused_without_a_remedy_that_fails_too(
+    folders: Folders, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders("llama"), tmp_path / "model")
+    file = folder / "model.safetensors"
+    weights = {name: one for name, one in load_file(file).items() if "1.mlp.up_proj" not in name}
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ModelNotFoundError, match=r"lacks weights of .*: model\.layers\.1\.mlp\.up"):
+        load(str(folder), {})
 
 
 @pytest.mark.parametrize(

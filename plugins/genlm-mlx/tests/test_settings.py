@@ -3,9 +3,12 @@ on both sides of every threshold."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -230,6 +233,56 @@ def test_a_tied_head_of_minicpm_is_scaled_as_one_of_its_own() -> None:
     repair(tied)
     found, expected = (np.array(model(mx.array([[1, 2, 3]]))) for model in (tied, untied))
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+FAMILIES = ["falcon_h1", "gemma2", "llama", "mixtral", "qwen2"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_that_are_loaded_later_are_computed_as_the_first_ones(
+    family: str, saved: Saved, tmp_path: Path
+) -> None:
+    """In another type, too. Nothing of a repair is in the weights."""
+    mixtral = made("Mixtral", {**SHAPE, **EXPERTS})
+    config = mixtral if family == "mixtral" else deepcopy(CONFIGS[family])
+    engine = load(saved(config), {})
+    torch.manual_seed(7)
+    other = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    other.save_pretrained(tmp_path / "other")
+    sanitize = getattr(engine.model, "sanitize", dict)
+    for dtype, near in ((mx.float32, CLOSE), (mx.bfloat16, 0.3)):
+        found = mx.load(str(tmp_path / "other" / "model.safetensors"))
+        weights = sanitize({name: each.astype(dtype) for name, each in found.items()})
+        engine.model.load_weights([*weights.items()])
+        engine.genlm_clear_kv_cache()
+        (row,) = engine.logprobs([Query((5, 6, 7, 8, 9))])
+        with torch.no_grad():
+            expected = other(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, -1].log_softmax(-1)
+        torch.testing.assert_close(row[:256], expected, atol=near, rtol=0)
+
+
+ON_THE_HUB = {
+    "Gemma2": ({**GEMMA, **WINDOW}, {"hidden_act": "gelu_pytorch_tanh"}),
+    "Exaone4": (
+        {**SHAPE, "sliding_window": FAR, "num_hidden_layers": 4},
+        {"sliding_window_pattern": "LLLG", "rope_scaling": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ON_THE_HUB)
+def test_what_the_hub_writes_besides_is_no_reason_to_refuse(family: str, saved: Saved) -> None:
+    given, written = ON_THE_HUB[family]
+    folder = saved(made(family, given))
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | written))
+    engine = load(folder, {})
+    ids = tuple(random.Random(1).choices(range(256), k=2 * FAR + 1))
+    reference = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
+    (row,) = engine.logprobs([Query(ids, cold=True)])
+    torch.testing.assert_close(row, expected, atol=CLOSE, rtol=0)
 
 
 def test_experts_in_bfloat16(saved: Saved) -> None:

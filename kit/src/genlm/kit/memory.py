@@ -1,10 +1,12 @@
-"""Whether memory ran out, and what to lower then."""
+"""How much memory is free; whether it ran out, and what to lower then."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -36,3 +38,15 @@ def lower(what: str) -> Iterator[None]:
         if isinstance(error, GenlmError) or not is_out_of_memory(error):
             raise
         raise EngineError(f"memory ran out ({describe_error(error)}); lower {what}") from error
+
+
+def available_memory() -> int | None:
+    """Bytes that this machine can give without swapping; ``None`` where it does not say."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # it counts what files are cached in; free pages are without that
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None

@@ -115,19 +115,29 @@ def _read(
     model: str, name: str, revision: str | None, cache_dir: str | None
 ) -> dict[str, Any] | None:
     """A file of a model's that holds a JSON object; ``None`` where there is none."""
-    file: Path | None = Path(model) / name
+    folder = local_folder(model, revision, cache_dir)
     try:
-        if not Path(model).is_dir():
-            from huggingface_hub import try_to_load_from_cache
-
-            cached = try_to_load_from_cache(model, name, cache_dir, revision)
-            file = Path(cached) if isinstance(cached, str) else None
-        if file is None or not file.is_file():
+        if folder is None or not (folder / name).is_file():
             return None
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:  # no hub name, but the path of a file; or no JSON
+        config = json.loads((folder / name).read_text(encoding="utf-8"))
+    except ValueError:  # no JSON
         return None
     return config if isinstance(config, dict) else None
+
+
+def local_folder(
+    model: str, revision: str | None = None, cache_dir: str | None = None
+) -> Path | None:
+    """Where the files of a model are that is a folder, or in the hub's cache; else ``None``."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(model, "config.json", cache_dir, revision)
+    except ValueError:  # no hub name, but the path of a file
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def require_object(file: Path) -> dict[str, Any]:

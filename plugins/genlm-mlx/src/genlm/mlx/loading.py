@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, snapshot_download
@@ -14,7 +16,7 @@ import mlx.core as mx
 from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
-from genlm.kit.checkpoints import require_one_head, require_weights
+from genlm.kit.checkpoints import read_by_transformers, require_one_head, require_weights
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
 from genlm.kit.settings import rope_limits, settings_of
 from genlm.mlx import rotary, windows
@@ -63,7 +65,8 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
     require_one_head(folder, settings, "mlx-lm")
     try:
         given = unsaid(config, settings)
-        model, _ = load_model(folder, model_config=given | amended({**config, **given}))
+        with links_to_weights(folder) as linked:
+            model, _ = load_model(linked, model_config=given | amended({**config, **given}))
         repair(model)
         longest = max_context(config)
         if settings is not None:
@@ -100,6 +103,24 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         max_context=longest,
         eos_token_ids=eos_token_ids(str(folder)),
     )
+
+
+@contextmanager
+def links_to_weights(folder: Path) -> Iterator[Path]:
+    """A folder in which mlx-lm, which reads every ``model*.safetensors``, finds the weights that
+    transformers reads."""
+    found = [str(file) for file in sorted(folder.glob("model*.safetensors"))]
+    files = [Path(file) for file in read_by_transformers(str(folder), found)]
+    if [*map(str, files)] == found or any(file.suffix != ".safetensors" for file in files):
+        yield folder
+        return
+    with TemporaryDirectory(prefix="genlm-model-") as linked:
+        for file in folder.iterdir():
+            if file.suffix != ".safetensors":
+                Path(linked, file.name).symlink_to(file.resolve())
+        for at, file in enumerate(files):
+            Path(linked, f"model-{at}.safetensors").symlink_to(file.resolve())
+        yield Path(linked)
 
 
 def honoured(model: Any, settings: Any, longest: int | None) -> int | None:

@@ -46,10 +46,29 @@ class MiniCPM:
         return found / (self.args.hidden_size / self.args.dim_model_base)  # type: ignore[attr-defined]
 
 
+class Scaled:
+    """A linear layer of Falcon-H1 whose values have a factor that mlx-lm leaves out. It is no part
+    of the weights, since a program may load others.
+
+    Attributes:
+        before: The factor of what goes in.
+        after: The factor of what comes out, its bias included.
+    """
+
+    before: float
+    after: float
+
+    def __call__(self, x: mx.array) -> mx.array:
+        found: mx.array = super().__call__(x * self.before)  # type: ignore[misc]
+        return found * self.after
+
+
 class Experts(switch_layers.SwitchLinear):  # type: ignore[misc]
     """Experts whose products are computed in float32: MLX has no other ones on the CPU."""
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        if self.weight.dtype != mx.float32:  # others were loaded
+            self.set_dtype(mx.float32)
         return super().__call__(x.astype(mx.float32), *args, **kwargs).astype(x.dtype)
 
 
@@ -61,11 +80,10 @@ def repair(model: Any) -> None:
     if isinstance(model, falcon_h1.Model):
         for name, module in model.named_modules():
             if (factor := _left_out(model, name)) != 1:
-                # For a quantised layer, the scales and biases of its packed weights.
-                packed = "scales" in module
-                for part in ("scales", "biases", "bias") if packed else ("weight", "bias"):
-                    if part in module and (part != "bias" or name.endswith("k_proj")):
-                        module[part] = module[part] * factor
+                kind = type(module)
+                module.__class__ = type(kind.__name__, (Scaled, kind), {})
+                after = name.endswith("k_proj")
+                module.before, module.after = (1.0, factor) if after else (factor, 1.0)
     for _, module in model.named_modules():
         # Only the class: parameters, and the names by which adapters find them, stay.
         if type(module) is gemma2.Attention:
@@ -79,8 +97,8 @@ def repair(model: Any) -> None:
 
 
 def folded(model: Any, name: str, outputs: int) -> Any:
-    """The factor of a linear layer's outputs that is in its weights here, but not in transformers:
-    a number, or ``[outputs]``.
+    """The factor of a linear layer's outputs that mlx-lm has in its weights, or that is added here,
+    and that transformers has elsewhere: a number, or ``[outputs]``.
 
     Falcon-H1 multiplies the values that go through its layers; mlx-lm multiplies the weights
     instead. Weights of one show the factor.

@@ -102,7 +102,8 @@ def _forget_pattern(model: Any) -> None:
     for _, module in model.named_modules():
         holders: list[Any] = [module, getattr(module, "args", None)]
         for holder in holders:
-            if getattr(holder, "sliding_window_pattern", 0) > len(model.layers):
+            pattern = getattr(holder, "sliding_window_pattern", 0)
+            if isinstance(pattern, int) and pattern > len(model.layers):
                 holder.sliding_window_pattern = 1
 
 
