@@ -52,6 +52,17 @@ class Pair:
     def ask(self, *contexts: Sequence[int]) -> torch.Tensor:
         return rows_of(self.engine, [Query(tuple(context)) for context in contexts])
 
+    def errors(self, *contexts: Sequence[int]) -> list[str | None]:
+        """What is said of contexts that come together; ``None`` of one that has its row."""
+        queries = [Query(tuple(context)) for context in contexts]
+        results: dict[Query, Any] = {}
+        while len(results) < len(queries):
+            new = [] if results else queries
+            answers = self.engine.genlm_step(new, dropped=())
+            results.update((answer.request, answer.result) for answer in answers)
+        found = [results[query] for query in queries]
+        return [str(each) if isinstance(each, EngineError) else None for each in found]
+
     def step(
         self,
         *contexts: Sequence[int],

@@ -18,8 +18,11 @@ from genlm.hf import budget as budget_module
 from genlm.hf import engine as engine_module
 from genlm.hf import pool as pool_module
 from genlm.hf import strategies
+from genlm.hf.attention import SLOT_ATTENTION
 from genlm.hf.engine import HFEngine
 from genlm.hf.pool import SlotPool
+from genlm.hf.probe import Choice
+from genlm.hf.reuse import Reuse
 from genlm.hf.slabs import Part, Slab
 from genlm.hf.strategies import Computed
 from genlm.hf.table import PoolTable
@@ -27,7 +30,7 @@ from genlm.kit.kv.commands import Command, Join
 from genlm.kit.kv.sharing import SharingCosts
 
 from .families import small_family
-from .models import draw, llama_config, proven
+from .models import beside, build, draw, llama_config, proven
 
 pytestmark = pytest.mark.any_version
 
@@ -201,22 +204,81 @@ BAD = 200
 
 
 def damage(model: Any) -> None:
-    for one in (model.engine.model, model.reference):
-        with torch.no_grad():
-            one.get_input_embeddings().weight[BAD] = float("inf")
+    damage_one(model.engine.model)
+    damage_one(model.reference)
+
+
+@torch.no_grad()
+def damage_one(model: Any) -> None:
+    model.get_input_embeddings().weight[BAD] = float("inf")
+
+
+def only_way(reuse: Reuse) -> Callable[..., Choice]:
+    """A probe that has found out that there is no better way than this one."""
+
+    def choose(model: Any, *_: Any) -> Choice:
+        if reuse in (Reuse.SHARED, Reuse.PACKED):
+            model.set_attn_implementation(SLOT_ATTENTION)
+        return Choice(reuse, 5e-4, None, False)
+
+    return choose
 
 
 def test_state_that_is_no_number_reaches_no_other_context(llama: Any) -> None:
     """A masked column still takes part in a product: what is left in memory must be finite."""
     damage(llama)
     tokens = range(8)
-    assert llama.ask(*((at, BAD, *[at] * 20) for at in tokens)).isnan().all()
+    assert all(llama.errors(*((at, BAD, *[at] * 20) for at in tokens)))
     llama.check((1, 2), (3,) * 12)  # beside a longer one
     for length in range(3, 8):
         llama.check(*((50 + at,) * (length + 2 * at % 7) for at in tokens))
-    row, *_ = llama.ask((0, BAD, *[0] * 21), (5, 6, 7))
-    assert row.isnan().all()
+    error, right = llama.errors((0, BAD, *[0] * 21), (5, 6, 7))
+    assert error
+    assert right is None
     llama.check((0,), (5, 6, 7, 8))
+
+
+@pytest.mark.parametrize("reuse", list(Reuse))
+def test_token_that_is_no_number_spoils_no_context_before_it(
+    reuse: Reuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read from one forward, in which masked columns take part in products; so does
+    padding."""
+    monkeypatch.setattr(engine_module, "choose_reuse", only_way(reuse))
+    llama = proven(llama_config())
+    damage(llama)
+    whole = tuple(range(20))
+    spoilt = [(*whole[:at], BAD, *whole[at:]) for at in (12, 15, 20)]
+    asked = [*spoilt, whole, whole[:12], whole[:3], (30, 31, 32), (33,) * 30]
+    assert [error is None for error in llama.errors(*asked)] == [False] * 3 + [True] * 5
+    llama.engine.genlm_clear_kv_cache()
+    llama.check(*asked[3:])
+    llama.engine.genlm_clear_kv_cache()
+    scored = [(whole[:4], each[4:]) for each in (spoilt[0], spoilt[2], whole, whole[:9])]
+    assert [isinstance(each, EngineError) for each in llama.scores(scored)] == [True] + [False] * 3
+
+
+def test_padding_that_is_no_number_spoils_no_context_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "choose_reuse", only_way(Reuse.NONE))
+    llama = proven(llama_config())
+    for one in (llama.engine.model, llama.reference):
+        with torch.no_grad():
+            one.get_input_embeddings().weight[0] = float("inf")  # padding is of token 0
+    llama.check((1, 2, 3), (4, 5, 6, 7, 8), (9,) * 6)
+
+
+def test_an_overflow_names_the_type_and_one_that_is_wide_enough() -> None:
+    llama = beside(build(llama_config()).half(), None)
+    damage_one(llama.engine.model)
+    for _ in range(8):  # also later, when the core looks at no row any more
+        (error,) = llama.errors((1, 2, BAD, 3))
+        assert "NaN in torch.float16 for the context [1, 2, 200, 3] of 4 tokens" in str(error)
+        assert "load it with dtype='bfloat16' or 'float32'" in str(error)
+    with pytest.raises(EngineError, match=r"NaN in torch.float16 .* dtype='bfloat16'"):
+        llama.engine.genlm_cache_prefix(Query((1, 2, BAD, 3)))
+    assert llama.engine.genlm_cache_prefix(Query((1, 2, 3)))
 
 
 def test_no_step_waits_to_see_whether_its_rows_are_numbers(
@@ -271,12 +333,13 @@ def test_a_forward_without_numbers_spoils_no_state_that_was_known(llama: Any) ->
         return torch.full_like(_[-1], float("nan"))
 
     for again in (
-        lambda: llama.ask(whole),
-        lambda: llama.scores([(whole[:30], whole[30:])])[0],
+        lambda: llama.errors(whole) != [None],
+        # A row that a later token may have made nan is computed again.
+        lambda: llama.check_scores((whole[:30], whole[30:])) is None,
     ):
         llama.check(whole)
         hook = layer.register_forward_hook(once)
-        assert again().isnan().any()
+        assert again()
         llama.check((*whole, 1), (*whole, 2), (*whole[:35], 3))
 
 

@@ -141,7 +141,9 @@ class GenerationMixin(RowsMixin):
         min_p: float | None = None,
     ) -> list[list[int]]:
         """Draw one continuation for each prompt. With a ``seed`` each prompt has a stream of its
-        own, by its position; the first one's is that of :meth:`sample`."""
+        own, by its position; the first one's is that of :meth:`sample`. The call raises the error
+        of a draw that fails; ``asyncio.gather`` of :meth:`sample` with ``return_exceptions=True``
+        keeps the others."""
         params = self._params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p, min_p)
         queries = self._queries(prompt_token_ids_list, lora_name, room_for=params.max_tokens)
         own = seeded(params, len(queries))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -19,6 +19,7 @@ from genlm.hf.attention import attention_of, register_slot_attention
 from genlm.hf.budget import budget
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
+from genlm.hf.overflow import is_looked_for, nan_error, with_errors
 from genlm.hf.patterns import attention_window, layer_patterns
 from genlm.hf.pool import SlotPool
 from genlm.hf.positions import longest_context
@@ -62,6 +63,8 @@ class HFEngine:
         self._refuse(model)
         self.lacking: dict[str, str] = {}
         self._describe(model, tokenizer)
+        self._dtype: torch.dtype = model.dtype
+        self._looks_for_nan = is_looked_for(model.device, model.dtype)
         self._training = [module for module in model.modules() if module.training]
         self._original_attention = attention_of(model.config)
         self._adapters = AdapterSet(model)
@@ -167,7 +170,8 @@ class HFEngine:
         if dropped:
             self._schedule.drop(set(dropped))
         if queries and queries[0].cold:
-            return [Answer(queries[0], self._rows([_sequence(queries[0])], cold=True)[0])]
+            rows = self._rows([_sequence(queries[0])], cold=True)
+            return [*map(Answer, queries, self._numbers(queries, rows))]
         self._schedule.add({TokenSequence(one.context, one.adapter): one for one in queries})
         if not self._schedule:
             return []
@@ -177,8 +181,14 @@ class HFEngine:
         except BaseException:
             self._schedule.clear()
             raise
-        answered = zip(step.answered.values(), rows.unbind(), strict=True)
-        return [Answer(query, row) for query, row in answered]
+        asked = [*step.answered.values()]
+        return [*map(Answer, asked, self._numbers(asked, rows))]
+
+    def _numbers(
+        self, queries: Sequence[Query], given: torch.Tensor | Sequence[torch.Tensor]
+    ) -> Iterable[Any]:
+        """Rows or scores, with an error in the place of each that is NaN, if that is looked for."""
+        return with_errors(queries, given, self._dtype) if self._looks_for_nan else given
 
     def _cold(self, sequence: TokenSequence) -> torch.Tensor:
         """Its row, from its tokens only."""
@@ -248,19 +258,20 @@ class HFEngine:
         with closing(self._evaluator.run(scores.pieces)) as results:
             for result in results:
                 scores.add(result)
-        return scores.whole
+        return [*self._numbers(queries, scores.whole)]
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
-        """Raises: EngineError: there is no room beside what is pinned."""
+        """Raises: EngineError: there is no room beside what is pinned, or it is NaN."""
         sequence = _sequence(query)
         if self.reuse is ReuseMode.NONE or self._evaluator.is_beyond(sequence.length):
             return True  # nothing can be kept of it
         if self._strategy.pin(sequence):  # its state is there
             return True
         if self._evaluator.keeps(sequence.length):
-            for _ in self._evaluator.run([sequence]):
-                pass
+            nan = [bool(each.nan.any()) for each in self._evaluator.run([sequence])]
+            if any(nan):
+                raise nan_error(query, self._dtype)
             if self._strategy.pin(sequence):
                 return True
         raise EngineError(

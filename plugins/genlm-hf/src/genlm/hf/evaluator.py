@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
+
+import torch
 
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
@@ -89,7 +91,8 @@ class Evaluator:
         """Compute ``sequences``; every wanted row comes exactly once, those of one sequence
         together and in order.
 
-        Where memory runs out, state is dropped; then forwards become smaller.
+        Where memory runs out, state is dropped; then forwards become smaller. A row that only a
+        later token of its forward has made nan is computed apart.
 
         Args:
             sequences: What is wanted.
@@ -105,7 +108,7 @@ class Evaluator:
             given = Counter[int]()
             try:
                 for result in self._results(wanted, indices, kept):
-                    yield result
+                    yield self._without_later(result, wanted, given)
                     given.update(result.owners)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -177,6 +180,52 @@ class Evaluator:
         # Where attention depends on the length, it may depend on that of padding too.
         alike = any(self.is_beyond(sequences[at].length) for at in indices)
         return self._strategy.plain(sequences, indices, padded=not alike)
+
+    def _without_later(
+        self, result: Result, wanted: Sequence[TokenSequence], given: Mapping[int, int]
+    ) -> Result:
+        """The same, where each row that is nan has been computed again without the tokens that come
+        after it.
+
+        Args:
+            result: What a forward gave.
+            wanted: All sequences.
+            given: How many rows of each came before.
+        """
+        if not (result.has_later and bool(result.nan.any())):
+            return result
+        broken: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # rows and positions
+        before = Counter(given)
+        for row, (owner, is_nan) in enumerate(zip(result.owners, result.nan.tolist(), strict=True)):
+            if is_nan:
+                broken[owner].append((row, wanted[owner].latest_start + before[owner]))
+            before[owner] += 1
+        logits = result.logits.clone()
+        for owner, places in broken.items():
+            rows, positions = zip(*places, strict=True)
+            found = self._first_numbers(wanted[owner], positions)
+            for row, numbers in zip(rows, found, strict=False):
+                logits[row] = numbers
+        return Result(result.owners, logits)
+
+    def _first_numbers(
+        self, sequence: TokenSequence, positions: Sequence[int]
+    ) -> Sequence[torch.Tensor]:
+        """The rows of the first of some positions, as many as there are before a token that is nan
+        itself, which a few forwards find out."""
+        found: Sequence[torch.Tensor] = ()
+        right, wrong = 0, len(positions) + 1
+        while right + 1 < wrong:
+            count = wrong - 1 if wrong > len(positions) else (right + wrong) // 2
+            first, stop = positions[0], positions[count - 1] + 1
+            part = TokenSequence(sequence.tokens.first(stop), sequence.adapter, stop - first)
+            (result,) = self._strategy.plain([part], [0], padded=False)
+            if result.nan.any():
+                wrong = count
+            else:
+                found = [result.logits[position - first] for position in positions[:count]]
+                right = count
+        return found
 
     def _smaller(
         self,

@@ -14,6 +14,7 @@ from genlm.core.logs import get_logger
 from genlm.core.types import Adapter
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import SLOT_ATTENTION, attention_of
+from genlm.hf.overflow import remedy
 from genlm.hf.patterns import layer_patterns, reuse_limit
 from genlm.hf.pool import SlotPool
 from genlm.hf.positions import rope_scalings
@@ -103,11 +104,7 @@ def choose_reuse(
     original = attention_of(model.config)
     expected = _logprobs([runner.plain([context], [None]) for context in contexts])
     if expected.isnan().any():
-        wider = "load it with dtype='float32' or 'bfloat16', or "
-        raise EngineError(
-            f"the rows of this model are NaN in {model.dtype}; "
-            f"{wider if model.dtype == torch.float16 else ''}look for NaN among its weights"
-        )
+        raise EngineError(f"the rows of this model are NaN in {model.dtype}; {remedy(model.dtype)}")
     tolerance = _tolerance(model, runner, contexts, expected)
     if is_quantised(model):
         tolerance = max(tolerance, MOVED_MARGIN * _moved(model, runner, contexts, expected))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 
+from genlm.core.logs import get_logger
 from genlm.core.types import Adapter
 from genlm.hf.costs import costs_of
 from genlm.hf.layout import Chunks, ranges
@@ -25,6 +26,8 @@ from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import BatchCost, SharingCosts
 from genlm.kit.memory import is_out_of_memory
 from genlm.kit.segments import Segment, Slot
+
+logger = get_logger()
 
 #: A sequence, and where it is computed.
 Placed = Placement[TokenSequence]
@@ -48,10 +51,21 @@ class Result:
         owners: For each row of ``logits``, the index of the sequence that it belongs to; the rows
             of a sequence come in order.
         logits: ``[len(owners), vocab_size]``, in the model's type.
+        has_later: Whether the forward also computed tokens that come after some of the rows:
+            further ones of a sequence, or padding. Where one of them is nan, it may have made these
+            rows nan: a masked column still takes part in products, and 0 * nan is nan.
+        nan: ``[len(owners)]`` on the device: whether a row is nan. One value of a row tells: each
+            is a sum over the whole state.
     """
 
     owners: list[int]
     logits: torch.Tensor
+    has_later: bool = False
+    nan: torch.Tensor = field(init=False)
+
+    @nan.default
+    def _is_nan(self) -> torch.Tensor:
+        return self.logits[:, 0].isnan()
 
 
 @frozen(eq=False)
@@ -61,8 +75,7 @@ class Computed:
     Attributes:
         placed: What they computed.
         owners: For each flag the index of its sequence.
-        flags: On the device: whether a row was nan. One value of a row tells: each is a sum over
-            the whole state.
+        flags: On the device: whether a row was nan.
     """
 
     placed: list[Placed]
@@ -149,7 +162,9 @@ class Strategy:
                 [one.sequence.adapter for one in batch],
                 [[position for _, position in some] for some in rows],
             )
-            yield Result([index for some in rows for index, _ in some], logits)
+            owners = [index for some in rows for index, _ in some]
+            has_later = len(owners) > len(batch) or batch[-1].sequence.length < longest
+            yield Result(owners, logits, has_later)
 
     def pin(self, sequence: TokenSequence) -> bool:
         """Keep the state of a sequence until :meth:`clear`; ``False`` if there is none of its
@@ -190,7 +205,9 @@ class InSlots(Strategy):
         """The planner, which knows of all that has been computed."""
         done, self._unsettled = self._unsettled, None
         if done is not None:
-            self._settle(done, done.broken())
+            if broken := done.broken():  # where nobody has looked before they were answered
+                logger.warning("rows.nan", rows=len(broken))
+            self._settle(done, broken)
         return self._planner
 
     def _settle(self, done: Computed, broken: set[int]) -> None:
@@ -228,7 +245,7 @@ class InSlots(Strategy):
             done = Computed(batch, [], [])
             for result in self.forwards(batch):
                 done.owners.extend(result.owners)
-                done.flags.append(result.logits[:, 0].isnan())
+                done.flags.append(result.nan)
                 yield result
             self._unsettled = done
 
@@ -312,7 +329,8 @@ def _forward(run: Forward, parts: Iterable[Part]) -> Result:
     wanted.sort()
     adapters = [sequence.adapter for sequence in sequences]
     logits = run(chunks, tokens, adapters, [place for *_, place in wanted])
-    return Result([index for index, *_ in wanted], logits)
+    has_later = any(one.sequence.keep > 1 or one.inside for one in placed)
+    return Result([index for index, *_ in wanted], logits, has_later)
 
 
 def _place(piece: tuple[Placed, TokenSequence, Segment, int, int]) -> int:
@@ -378,7 +396,7 @@ class InSnapshots(Strategy):
                 self.runner, [runs[at] for at in group], start, cache, at_once
             )
             self.snapshots.keep([sequences[at].key for at in group], cache)
-            yield Result(owners, logits)
+            yield Result(owners, logits, has_later=len(owners) > len(group))
 
     def pin(self, sequence: TokenSequence) -> bool:
         return self.snapshots.pin(sequence)
