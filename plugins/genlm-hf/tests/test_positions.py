@@ -66,7 +66,7 @@ def test_the_table_of_positions_is_the_limit(family: str, tiny: str) -> None:
                 refused()
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "yarn"])
+@pytest.mark.parametrize("kind", ["dynamic", "linear", "yarn"])
 def test_a_rotary_embedding_that_stretches_takes_more(kind: str) -> None:
     """As many times more as its configuration says."""
     config = transformers.LlamaConfig(
@@ -74,3 +74,15 @@ def test_a_rotary_embedding_that_stretches_takes_more(kind: str) -> None:
         rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0},
     )
     assert HFEngine(transformers.LlamaForCausalLM(config), None).max_context == 80
+
+
+def test_a_rotary_embedding_that_stretches_in_some_layers_takes_no_more() -> None:
+    """Those of Gemma 3: the count of positions is the stretched one already."""
+    config = transformers.Gemma3TextConfig(
+        **{**SHAPE, "max_position_embeddings": 20, "head_dim": 8},
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    )
+    assert HFEngine(transformers.Gemma3ForCausalLM(config), None).max_context == 20

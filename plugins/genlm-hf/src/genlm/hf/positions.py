@@ -25,6 +25,8 @@ def longest_context(model: Any) -> int | None:
         if name.endswith("position_embeddings") and padding is not None:
             longest = min(longest, table.num_embeddings - padding - 1)
     stretch = max((one["factor"] for one in rope_scalings(config, "dynamic")), default=1.0)
+    if (rope := getattr(config, "rope_parameters", None) or {}).get("rope_type") == "linear":
+        stretch = max(stretch, rope.get("factor") or 1.0)  # in all layers, so not as in Gemma 3
     # Who switches YaRN on, as Qwen says how, leaves the count of positions as it was.
     original = "original_max_position_embeddings"
     yarn = [(one.get("factor"), one.get(original)) for one in rope_scalings(config, "yarn")]
