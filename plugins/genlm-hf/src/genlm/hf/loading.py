@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
 )
+from transformers.utils import cached_file
 
 from genlm.core.checks import safe_repr
 from genlm.core.errors import EngineError, InvalidOptionError, ModelNotFoundError
 from genlm.core.hints import nearest
 from genlm.core.logs import get_logger
 from genlm.core.options import unknown_argument
+from genlm.hf.gguf_files import GGUFFile
 from genlm.hf.options import ELSEWHERE, FROM_PRETRAINED, HFOptions
 from genlm.kit.model_files import require_tokenizer
 
@@ -73,6 +76,10 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     source = {key: arguments[key] for key in SOURCE_ARGUMENTS if key in arguments}
     tokenizer = _load_tokenizer(str(tokenizer_name or name), {} if tokenizer_name else source)
     device = _place(arguments, options)
+    file = _gguf_file(name, source)
+    if file is not None and "config" not in arguments:
+        arguments["config"] = AutoConfig.from_pretrained(name, **source)
+        file.complete(arguments["config"])
     arguments["output_loading_info"] = True
     try:
         model, found = _from_pretrained(name, arguments)
@@ -80,6 +87,8 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
         _refuse_argument(error, options.hf_opts)
         raise
     _require_weights(name, model, found)
+    if file is not None:
+        file.correct(model)
     if device is not None:
         model = model.to(device)
     if options.compile_opts is not None:
@@ -247,6 +256,15 @@ def _check_dtype(dtype: Any) -> None:
             f"dtype must be one of {', '.join(DTYPES)}, or such a torch.dtype; "
             f"got {safe_repr(dtype)}{meant}"
         )
+
+
+def _gguf_file(name: str, source: Mapping[str, Any]) -> GGUFFile | None:
+    """The GGUF file that holds the model, on this machine; ``None`` if none does."""
+    if (file := source.get("gguf_file")) is None:
+        return None
+    others = ("gguf_file", "trust_remote_code")
+    where = {key: value for key, value in source.items() if key not in others}
+    return GGUFFile(file if Path(file).is_file() else cached_file(name, file, **where))
 
 
 def _gguf(name: str) -> tuple[str, str | None]:
