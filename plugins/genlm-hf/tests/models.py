@@ -209,6 +209,8 @@ def sweep(family: str) -> Sweep:
             family, "not built", " ".join(f"{type(error).__name__}: {error}".split())[:300]
         )
     reference = copy.deepcopy(model)
+    if hasattr(reference, "set_attn_implementation"):  # fused attention may leave things out
+        reference.set_attn_implementation("eager")
     try:
         pair = beside(model, reference)
     except EngineError as error:

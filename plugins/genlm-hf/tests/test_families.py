@@ -14,7 +14,7 @@ from genlm.hf.engine import HFEngine
 from genlm.hf.reuse import ReuseMode
 from genlm.kit.kv.sharing import SharingCosts
 
-from .models import beside, check_random_program, draw, proven, unproven
+from .models import beside, build, check_random_program, draw, proven, unproven
 from .shapes import LATENT, LFM2, LLAMA4, MAMBA, QWEN3_NEXT, SHAPE, TOKENS
 
 MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
@@ -101,6 +101,22 @@ def test_the_attention_that_was_asked_for_is_replaced_and_restored(attention: st
     model.check((1, 2, 3), (1, 2, 3, 4, 5))
     model.engine.genlm_close()
     assert model.engine.model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "VaultGemma"])
+def test_capped_attention_is_that_of_the_explicit_formula(kind: str) -> None:
+    """The lowest transformers takes PyTorch's fused attention for it, which leaves the cap out."""
+    config = getattr(configs, f"{kind}Config")(**SHAPE, **MIXED, attn_logit_softcapping=0.02)
+    model = build(config)
+    before = model.config._attn_implementation
+    reference = copy.deepcopy(model)
+    reference.set_attn_implementation("eager")
+    pair = beside(model, reference)
+    context = draw(1, 24)[0]
+    for length in (3, 12, 24):
+        pair.check(context[:length])
+    pair.engine.genlm_close()
+    assert model.config._attn_implementation == before
 
 
 def test_the_attention_of_each_part_is_restored() -> None:

@@ -26,6 +26,14 @@ def register_slot_attention() -> None:
     AttentionMaskInterface.register(SLOT_ATTENTION, sdpa_mask)
 
 
+def use_attention_with_caps(model: Any) -> None:
+    """Let a model that caps attention's logits (Gemma 2, VaultGemma) not run by PyTorch's fused
+    attention, which has no caps: transformers 5.19 takes it by default."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+
+
 def attention_of(config: Any) -> dict[str, str]:
     """The attention implementations of a model and of its parts, as
     ``model.set_attn_implementation`` takes them; a part that says none has that of the whole."""

@@ -15,7 +15,11 @@ from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError, GenlmError
 from genlm.core.types import Adapter, Answer, Query
 from genlm.hf.adapters import AdapterSet
-from genlm.hf.attention import attention_of, register_slot_attention
+from genlm.hf.attention import (
+    attention_of,
+    register_slot_attention,
+    use_attention_with_caps,
+)
 from genlm.hf.budget import budget
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
@@ -67,6 +71,7 @@ class HFEngine:
         self._looks_for_nan = is_looked_for(model.device, model.dtype)
         self._training = [module for module in model.modules() if module.training]
         self._original_attention = attention_of(model.config)
+        use_attention_with_caps(model)
         self._adapters = AdapterSet(model)
         register_slot_attention()
         self._runner = Runner(model.eval(), self._adapters, SlotPool(), layer_patterns(model))
