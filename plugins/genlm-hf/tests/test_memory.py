@@ -22,7 +22,7 @@ from genlm.hf.attention import SLOT_ATTENTION
 from genlm.hf.engine import HFEngine
 from genlm.hf.pool import SlotPool
 from genlm.hf.probe import Choice
-from genlm.hf.reuse import Reuse
+from genlm.hf.reuse import ReuseMode
 from genlm.hf.slabs import Part, Slab
 from genlm.hf.strategies import Computed
 from genlm.hf.table import PoolTable
@@ -213,11 +213,11 @@ def damage_one(model: Any) -> None:
     model.get_input_embeddings().weight[BAD] = float("inf")
 
 
-def only_way(reuse: Reuse) -> Callable[..., Choice]:
+def only_way(reuse: ReuseMode) -> Callable[..., Choice]:
     """A probe that has found out that there is no better way than this one."""
 
     def choose(model: Any, *_: Any) -> Choice:
-        if reuse in (Reuse.SHARED, Reuse.PACKED):
+        if reuse in (ReuseMode.SHARED, ReuseMode.PACKED):
             model.set_attn_implementation(SLOT_ATTENTION)
         return Choice(reuse, 5e-4, None, False)
 
@@ -238,9 +238,9 @@ def test_state_that_is_no_number_reaches_no_other_context(llama: Any) -> None:
     llama.check((0,), (5, 6, 7, 8))
 
 
-@pytest.mark.parametrize("reuse", list(Reuse))
+@pytest.mark.parametrize("reuse", list(ReuseMode))
 def test_token_that_is_no_number_spoils_no_context_before_it(
-    reuse: Reuse, monkeypatch: pytest.MonkeyPatch
+    reuse: ReuseMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are read from one forward, in which masked columns take part in products; so does
     padding."""
@@ -261,7 +261,7 @@ def test_token_that_is_no_number_spoils_no_context_before_it(
 def test_padding_that_is_no_number_spoils_no_context_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_module, "choose_reuse", only_way(Reuse.NONE))
+    monkeypatch.setattr(engine_module, "choose_reuse", only_way(ReuseMode.NONE))
     llama = proven(llama_config())
     for one in (llama.engine.model, llama.reference):
         with torch.no_grad():
