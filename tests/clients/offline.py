@@ -1,14 +1,21 @@
-"""A pytest plugin for the clients' own tests: what needs a model from the hub is skipped, by
-name."""
+"""A pytest plugin for the clients' own tests: what needs a model or data from the network is
+skipped, by name."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import TypeVar
 
 import pytest
 
-#: What transformers says, and what this library says, of a model that only the hub has.
-NO_HUB = ("couldn't connect to", "the hub's cache has no such model")
+#: What transformers, this library and nltk say of what only the network has, and what it is.
+NEEDED = {
+    "couldn't connect to": "a model that is on the hub alone",
+    "the hub's cache has no such model": "a model that is on the hub alone",
+    "Resource '": "data that nltk downloads",
+}
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -16,9 +23,21 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    said = "" if call.excinfo is None else str(call.excinfo.value)
-    if report.failed and any(words in said for words in NO_HUB):
+    return skipped(report, item, "" if call.excinfo is None else str(call.excinfo.value))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    return skipped(report, collector, str(report.longrepr or ""))
+
+
+def skipped(report: Report, node: pytest.Item | pytest.Collector, said: str) -> Report:
+    """The report of a test or a module, which is skipped if it failed for want of the network."""
+    needed = [what for words, what in NEEDED.items() if words in said]
+    if report.failed and needed:
         report.outcome = "skipped"
-        path, line, _ = item.location
-        report.longrepr = (path, line or 0, "Skipped: it needs a model that is on the hub alone")
+        report.longrepr = (str(node.path), 0, f"Skipped: it needs {needed[0]}")
     return report

@@ -6,15 +6,22 @@ genlm-backend 0.3.1.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoTokenizer
 
 from benchmarks import clients
+from genlm.core import MockAsyncLM
 
 pytest.importorskip("genlm.control", reason="genlm-control is not installed: run nox -s clients")
 
@@ -63,3 +70,23 @@ def test_the_former_name_serves_hfppl() -> None:
     model = hfppl.CachedCausalLM(MockAsyncLM())
     assert model.backend == "mock"
     assert len(hfppl.LMContext(model, "Hello").next_token_logprobs) == len(model.str_vocab)
+
+
+class Narrower(MockAsyncLM):
+    """As genlm-control's tests have it, over tokenizers of the hub: with fewer values in a row than
+    the tokenizer has tokens."""
+
+    def _get_logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        width = len(self.byte_vocab) - 1
+        return torch.full((width,), -math.log(width))
+
+
+def test_genlm_control_takes_a_mock_whose_rows_lack_the_last_tokens() -> None:
+    from genlm.control import PromptedLLM
+
+    with Narrower(AutoTokenizer.from_pretrained(os.environ["GENLM_TEST_MODEL"])) as lm:
+        llm = PromptedLLM(lm)
+        llm.set_prompt_from_str("Hello")
+        weights = np.asarray(asyncio.run(llm.logw_next([])).weights)
+    assert np.isfinite(weights).any()
+    assert np.exp(weights).sum() == pytest.approx(1, abs=1e-3)
