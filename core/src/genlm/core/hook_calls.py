@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -15,6 +14,7 @@ from genlm.core import hookspecs
 from genlm.core.checks import describe_error
 from genlm.core.errors import InvalidInputError, PluginError
 from genlm.core.hints import nearest
+from genlm.core.hooked import HOOKS, PROCESS, WRAPPER_HOOKS, Hooked, name_of
 from genlm.core.logs import get_logger
 from genlm.core.types import Answer
 
@@ -22,21 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 log = get_logger()
-
-#: How the names of hooks begin, and all of them.
-PREFIX = f"{hookspecs.PROJECT}_"
-HOOKS = [name for name in vars(hookspecs) if name.startswith(PREFIX)]
-
-#: The hooks of wrappers: the one that changes rows, and the two that observe calls.
-PROCESS, BEGINS, ENDED = WRAPPER_HOOKS = (
-    "genlm_process_logprobs",
-    "genlm_call_begins",
-    "genlm_call_ended",
-)
-TWO_WAYS = (
-    f"to change rows, implement {PROCESS}(queries, rows); to observe calls, {BEGINS}(hook, "
-    f"arguments) or {ENDED}(hook, arguments, result, error)"
-)
 
 #: What ends the model when a wrapper raises it. Any other exception that is no ``Exception`` (a
 #: cancelled task, a panic of a library in Rust) is treated like one.
@@ -203,91 +188,6 @@ def clear_pluggy(error: BaseException) -> None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").startswith("pluggy."):
             frame.clear()
-
-
-class Hooked:
-    """The hooks of one object, checked. pluggy compares and hashes what it holds: these are alike
-    only where they are the same, for any ``__eq__`` and ``__hash__`` of the object.
-
-    Args:
-        owner: How messages name the object.
-        given: The object.
-
-    Raises:
-        PluginError: a hook is misspelt, lacks its mark, is marked as a wrapper, or takes an
-            argument that it does not have.
-    """
-
-    def __init__(self, owner: str, given: object) -> None:
-        if inspect.isroutine(given):
-            raise PluginError(
-                f"{owner} is a function; make it a method of a class, and give an object of that"
-            )
-        self.owner, self.given = owner, given
-        #: The arguments that the object's implementation of each hook takes.
-        self.arguments: dict[str, list[str]] = {}
-        for attribute in dir(given):
-            static = inspect.getattr_static(given, attribute, None)  # runs no property
-            mark = getattr(getattr(static, "__func__", static), f"{PREFIX}impl", None)
-            marked = isinstance(mark, dict) and (mark.get("specname") or attribute[0] != "_")
-            if not (marked or attribute.startswith(PREFIX)):
-                continue
-            function = getattr(given, attribute, None)
-            if callable(function) and not inspect.isclass(function):
-                self._add(attribute, function, mark)
-
-    def _add(self, attribute: str, function: Any, mark: Mapping[str, Any] | None) -> None:
-        """Take a method or function if it is meant to be a hook."""
-        name = (mark and mark.get("specname")) or attribute
-        what = f"{self.owner}: {name}"
-        if name not in HOOKS:
-            near = nearest(name, HOOKS)
-            if (mark and not mark.get("optionalhook")) or (near and not mark):
-                meant = f"; did you mean {near}?" if near else ""
-                raise PluginError(f"{self.owner}: there is no hook {name}{meant}")
-            return
-        if mark is None:
-            raise PluginError(f"{what} is not marked; put @hookimpl (from genlm.core) above it")
-        if mark.get("wrapper") or mark.get("hookwrapper"):
-            raise PluginError(
-                f"{what} is marked as a wrapper, which hooks here have not; {TWO_WAYS}"
-            )
-        if inspect.iscoroutinefunction(function):
-            raise PluginError(f"{what} is async; hooks are plain functions: write def")
-        there = list(inspect.signature(getattr(hookspecs, name)).parameters)
-        # As pluggy does: an argument with a default is not given.
-        taken = [
-            each.name
-            for each in inspect.signature(function).parameters.values()
-            if each.default is each.empty
-            and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        ]
-        if unknown := [each for each in taken if each not in there]:
-            raise PluginError(
-                f"{what} takes no argument {', '.join(unknown)}; it may take "
-                f"{', '.join(there) or 'none'}"
-            )
-        self.arguments[name] = taken
-        setattr(self, attribute, function)
-
-    def check_wrapper(self, around: str) -> None:
-        """Raises: PluginError: the object has no hook, or one of the engine's."""
-        if not self.arguments:
-            raise PluginError(f"{self.owner} has no hook; {TWO_WAYS}, each marked with @hookimpl")
-        if own := [hook for hook in self.arguments if hook not in WRAPPER_HOOKS]:
-            raise PluginError(
-                f"{self.owner} implements {own[0]}, a hook of engines, which would shadow "
-                f"{around}; {TWO_WAYS}"
-            )
-
-
-def name_of(plugin: object) -> str:
-    """How a message names an object with hooks."""
-    kind: Any = plugin if isinstance(plugin, ModuleType) else type(plugin)
-    if inspect.isroutine(plugin):
-        kind = plugin
-    module = "" if isinstance(plugin, ModuleType) else f"{kind.__module__}."
-    return f"{module}{getattr(kind, '__qualname__', kind.__name__)}"
 
 
 def attributed(name: str, error: BaseException) -> PluginError:

@@ -28,7 +28,8 @@ from genlm.kit.verify.transformers_rows import (
     Unknown,
 )
 
-PROGRAM = "genlm.kit.verify.transformers_rows"
+#: Not by ``-m``, so that classes have their usual names when they are pickled.
+PROGRAM = "from genlm.kit.verify.transformers_rows import main; main()"
 
 #: What it finds in its environment: no accelerator, no network, no bars.
 ENVIRONMENT = {
@@ -65,7 +66,7 @@ class Reference:
         inherited = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM],
+                [sys.executable, "-c", PROGRAM],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,

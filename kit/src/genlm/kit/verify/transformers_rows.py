@@ -1,5 +1,4 @@
-"""The process that computes rows with transformers: ``python -m``
-``genlm.kit.verify.transformers_rows``.
+"""The process that computes rows with transformers: :mod:`genlm.kit.verify.reference` starts it.
 
 It is a process of its own, because engines change transformers' classes: a model of a class that
 vLLM has run cannot be made beside it. It reads pickled questions from its standard input, and
@@ -258,9 +257,3 @@ def _loaded(key: bytes) -> Any:
 def load(source: Source) -> Any:
     """The model, or the one of the question before."""
     return _loaded(pickle.dumps(source))
-
-
-if __name__ == "__main__":
-    from genlm.kit.verify import transformers_rows  # so that classes have their usual names
-
-    transformers_rows.main()
