@@ -89,7 +89,7 @@ class VllmEngine:
         scores: Sequence[ScoreRequest],
     ) -> list[Answer]:
         """Hand new requests to vLLM; those that it cannot serve are answered with ``None``."""
-        cheaper = set(self._cheaper_as_requests(scores))
+        cheaper = set(self._cheaper_as_requests(scores)) if scores else ()
         native: list[Request] = [*queries]
         declined = []
         others: list[SampleRequest | ScoreRequest] = [*samples, *scores]
@@ -169,8 +169,9 @@ class VllmEngine:
             and isinstance(row, torch.Tensor)
             and each.prompt_logprobs is not None
         }
-        for at, found in zip(scored, scores([*scored.values()]), strict=True):
-            results[at] = found
+        if scored:
+            for at, found in zip(scored, scores([*scored.values()]), strict=True):
+                results[at] = found
         return [Answer(each.request, found) for each, found in zip(over, results, strict=True)]
 
     def _drop(self, requests: Sequence[Request]) -> None:
