@@ -218,3 +218,9 @@ def test_of_a_model_that_transformers_does_not_know_there_are_no_settings(tmp_pa
     with structlog.testing.capture_logs() as logs:
         assert settings_of(tmp_path) is None
     assert "of nobody" in logs[0]["error"], "and the log says why"
+
+
+def test_folder_of_an_adapter_names_its_base_and_how_to_load_it(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    with pytest.raises(ModelNotFoundError, match=r"LoRA adapter .*'org/base'.* add_new_lora\('"):
+        require_model(str(tmp_path))

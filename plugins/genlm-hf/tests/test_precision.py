@@ -70,7 +70,7 @@ def test_a_model_whose_own_forwards_differ_by_more_than_rounding_usually_does(
     if served:
         assert HFEngine(model, None).reuse is ReuseMode.SHARED
     else:
-        with pytest.raises(EngineError, match="depend on padding"):
+        with pytest.raises(EngineError, match="depend on what comes after them"):
             HFEngine(model, None)
 
 

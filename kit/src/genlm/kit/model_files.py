@@ -51,6 +51,7 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
     path = Path(name)
     if path.is_dir():
         if not any(next(path.glob(file), None) for file in files):
+            _refuse_adapter(path)
             held = sorted(entry.name for entry in path.iterdir())
             listed = ", ".join(held[:8]) + (", ..." if len(held) > 8 else "")
             raise ModelNotFoundError(
@@ -64,6 +65,18 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
         raise ModelNotFoundError(f"{name} is a page of the hub; give its name, {match[1]!r}")
     elif not path.exists() and ("://" not in str(name) or str(name).startswith("http")):
         _require_on_hub(str(name), files)
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Raises: ModelNotFoundError: the folder holds a LoRA adapter, and no model."""
+    if not (file := folder / "adapter_config.json").is_file():
+        return
+    base = require_object(file).get("base_model_name_or_path")
+    raise ModelNotFoundError(
+        f"the folder {str(folder)!r} holds a LoRA adapter and no model; load the model that it was "
+        f"trained on{f' ({safe_repr(base)})' if base else ''}, then call "
+        f"add_new_lora({str(folder)!r}, name)"
+    )
 
 
 def require_tokenizer(folder: str | Path, another: str) -> None:

@@ -51,6 +51,9 @@ LEFT_OUT = ("quantization_config", "dtype", "torch_dtype", "attn_implementation"
 #: How much narrower than the model a scaled copy is tried.
 FACTORS = (64, 32, 16, 8, 4, 2, 1)
 
+#: How far biases, norms and other vectors are from what a model begins with.
+SPREAD = 0.1
+
 #: The tokens that a scaled copy knows, and the most weights that it may have.
 TOKENS, MOST_WEIGHTS = 64, 64_000_000
 
@@ -126,6 +129,8 @@ def _random(kind: Any, config: Any, device: torch.device) -> Any:
         for parameter in scaled.parameters():
             if parameter.ndim > 1:  # rows far from uniform, so that a mix-up shows
                 parameter.normal_(0, max(parameter.shape[-1], 8) ** -0.5)
+            else:  # biases and norms begin as 0 and 1, so that a lost one would not show
+                parameter.add_(torch.randn_like(parameter), alpha=SPREAD)
         rows = scaled(torch.arange(6, device=device)[None], use_cache=False).logits
     if not rows.isfinite().all():
         raise ValueError("its rows are not finite")

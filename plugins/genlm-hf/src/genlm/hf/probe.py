@@ -136,8 +136,10 @@ def choose_reuse(
         if attention_of(model.config) != original:
             model.set_attn_implementation(original)
         runner.pool.forget_layers()
+    logger.info("kv.no_reuse_mode", rejected=reasons)
     raise EngineError(
-        f"rows of this model depend on padding after them ({reasons}); load a causal language model"
+        f"the rows of this {type(model).__name__} depend on what comes after them, tokens or "
+        "padding, as those of a masked language model do; load a causal language model"
     )
 
 
