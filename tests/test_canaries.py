@@ -8,7 +8,7 @@ import runpy
 
 import pytest
 
-from genlm.conformance.canaries import ESCAPE, TRAPS, canaries
+from genlm.conformance.trust.canaries import ESCAPE, TRAPS, canaries
 
 
 def test_every_trap_goes_off_where_it_is_run(tmp_path):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from genlm.conformance.canaries import Canary
 from genlm.conformance.trust import TrustSuite
+from genlm.conformance.trust.canaries import Canary
 from genlm.core import load_model_by_name
 
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import pytest
 
-from genlm.conformance.canaries import TRAPS
 from genlm.conformance.trust import TrustSuite
+from genlm.conformance.trust.canaries import TRAPS
 from genlm.core import InvalidOptionError, load_model_by_name
 
 SMALL = {"max_total_tokens": 1024}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from genlm.conformance.canaries import TRAPS, Canary, canaries, pickled_adapter
+from genlm.conformance.trust.canaries import TRAPS, Canary, canaries, pickled_adapter
 from genlm.core.errors import GenlmError, ModelNotFoundError
 from genlm.core.lm import load_model_by_name
 
