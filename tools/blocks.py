@@ -15,6 +15,7 @@ directives of mkdocstrings.
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import logging
 import re
@@ -77,14 +78,23 @@ def directives(page: str) -> str:
 
 
 def clauses() -> str:
-    """The clauses of the conformance suite, and what holds by each."""
+    """The clauses of the conformance suite, what holds by each, and the likeliest cause of a
+    failure."""
     suite = found("genlm.conformance.suite.ConformanceSuite")
-    lines = ["| clause | what holds |", "|---|---|"]
+    lines = ["| clause | what holds | likeliest cause of a failure |", "|---|---|---|"]
     for name, member in suite.inherited_members.items():
         if name.startswith("test_"):
             promise = " ".join(_prose(member.docstring.value).split())
-            lines.append(f"| `{name.removeprefix('test_')}` | {promise} |")
+            lines.append(f"| `{name.removeprefix('test_')}` | {promise} | {_cause(member)} |")
     return "\n".join(lines)
+
+
+def _cause(clause: Any) -> str:
+    """What its decorator ``advise`` says first."""
+    for decorator in clause.decorators:
+        if decorator.callable_path.endswith(".advise"):
+            return str(ast.literal_eval(str(decorator.value.arguments[0])))
+    return ""
 
 
 def documented(name: str, inherited: bool) -> str:

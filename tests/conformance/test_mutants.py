@@ -12,8 +12,10 @@ import structlog
 
 from genlm.conformance import ConformanceSuite, Violation
 from genlm.conformance.report import run
+from genlm.core.errors import InvalidOptionError
+from genlm.core.mock import MockEngine
 
-from .faulty import of_a_mutant, verdict_on
+from .faulty import OfTheMock, of_a_mutant, verdict_on
 from .mutants import MUTANTS
 
 pytestmark = pytest.mark.any_version
@@ -51,6 +53,60 @@ def quiet() -> Iterator[None]:
 def test_every_clause_has_a_mutant() -> None:
     clauses = {name.removeprefix("test_") for name in ConformanceSuite.clauses}
     assert clauses == {mutant.breaks for mutant in MUTANTS.values()} | PLANTED
+
+
+def test_every_clause_on_a_model_names_a_likeliest_cause_and_clauses_that_there_are() -> None:
+    clauses = {name.removeprefix("test_") for name in ConformanceSuite.clauses}
+    advice = {
+        name: getattr(getattr(ConformanceSuite, f"test_{name}"), "advice", None) for name in clauses
+    }
+    assert {name for name, one in advice.items() if one is None} == {"no_clause_is_missing"}
+    assert {other for one in advice.values() if one for other in one.others} <= clauses
+
+
+class Seedless(OfTheMock):
+    excused = {"seeds": "there is no generator"}  # noqa: RUF012
+
+
+def test_an_excused_capability_is_skipped_with_its_reason() -> None:
+    clauses = "seed_fixes_the_draw", "top_k_beyond_the_vocabulary", "row_is_normalised"
+    suite = Seedless(MockEngine, effort=0.1)
+    report = run(suite, only=lambda clause: clause in clauses)
+    assert [verdict.status for verdict in report.verdicts] == ["passed", "skipped", "skipped"]
+    assert all(
+        verdict.detail == "excused from 'seeds': there is no generator"
+        for verdict in report.skipped
+    )
+    assert "mock conforms (excused from: seeds)" in report.summary()
+
+
+def test_a_capability_that_there_is_not_and_one_without_a_reason() -> None:
+    suite = OfTheMock(MockEngine, effort=0.1)
+    for excused, said in (
+        ({"rows": "they are wrong"}, "'rows'.*'seeds'"),
+        ({"wake": ""}, "say why"),
+    ):
+        suite.excused = excused
+        with pytest.raises(InvalidOptionError, match=said):
+            suite.subject()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("BlocksByTheirSum", "in the order B A C"),
+        ("BlocksByTheirSum", "Likeliest cause: the hash of a block"),
+        ("BlocksByTheirSum", "See also: equal_ends_behind_different_beginnings."),
+        ("OldestTokensMakeRoom", "pinned prompts of"),
+        ("PinsOfRemovedAdaptersStay", "removing an adapter does not give pins back"),
+        ("ClearKeepsPins", "after clear_kv_cache() it fails too"),
+        ("PinnedPrefixCountedTwice", "before it: cache_kv(["),
+        ("NeighboursTopK", "nor does it come up in"),
+    ],
+)
+def test_a_failure_names_the_guilty(name: str, said: str) -> None:
+    mutant = MUTANTS[name]
+    assert said in verdict_on(of_a_mutant(mutant, effort=1.0), mutant.breaks).detail
 
 
 @pytest.mark.parametrize("name", MUTANTS)

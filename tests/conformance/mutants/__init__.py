@@ -5,7 +5,16 @@ from the hooks alone, before the suite was looked at. Sizes are those of real en
 tokens, chunks of 256, graphs for 128 rows.
 """
 
-from . import adapters, contention, lifetime, rows, sampling, state  # noqa: F401  (each adds its own)
+from . import (  # noqa: F401  (each adds its own)
+    adapters,
+    capacity,
+    contention,
+    lifetime,
+    process,
+    rows,
+    sampling,
+    state,
+)
 from .registry import MUTANTS
 
 __all__ = ["MUTANTS"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import torch
 
@@ -141,6 +142,17 @@ class WakeTakesTheLock(Keeping, Continuous, lock=threading.Lock):
             return self.advance(new_requests, dropped)
 
 
+@breaks("wake_returns_while_a_step_runs")
+class WakeWaitsForASlowStep(WakeTakesTheLock):
+    """A step takes a while, and holds the lock that a wake takes."""
+
+    def step(self, new_requests, dropped):
+        with self.lock:
+            if new_requests:
+                time.sleep(0.3)
+            return self.advance(new_requests, dropped)
+
+
 @breaks("close_fails_what_is_pending", hangs=True)
 class CloseWaitsForWhatIsInFlight(Continuous):
     """Closing waits for what is in flight, and nobody steps any more."""
@@ -267,7 +279,11 @@ class SecondWakeIsLost(Woken):
         return woken
 
 
-@breaks("rows_at_every_length", "https://github.com/karpathy/nanochat/issues/187", max_context=1024)
+@breaks(
+    "all_lengths_in_one_batch",
+    "https://github.com/karpathy/nanochat/issues/187",
+    max_context=1024,
+)
 class TablesGrowByTheirFirstColumns(WorkingEngine):
     """When a ninth, a 17th or a 33rd request runs, the tables grow, and 256 columns are copied."""
 

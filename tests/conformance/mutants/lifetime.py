@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import torch
 
 from genlm.core import hookimpl
@@ -61,6 +62,16 @@ class KeepsEveryRow(Keeping, MockEngine, kept=list):
         rows = super().genlm_next_token_logprobs(queries)
         self.kept.append(rows.clone())
         return rows
+
+
+@breaks("nothing_grows")
+class KeepsEveryDraw(Keeping, MockEngine, kept=list):
+    """The state of each draw is kept in NumPy's memory."""
+
+    @hookimpl
+    def genlm_sample(self, queries, params):
+        self.kept += [np.ones(1 << 15) for _ in queries]
+        return super().genlm_sample(queries, params)
 
 
 @breaks("removed_adapters_leave_nothing")

@@ -78,7 +78,7 @@ MUTANTS.changes(
     # Long contexts go another way, whose output is in half precision.
     (
         "LongRowsInHalf",
-        "rows_at_every_length",
+        "rows_are_as_precise_at_every_length",
         lambda e, q, row: row if q.length < 200 else row.half().float().log_softmax(-1),
     ),
     max_context=1024,
@@ -88,7 +88,7 @@ MUTANTS.changes(
     # Warm rows of more than 1,500 tokens are computed more coarsely.
     (
         "CoarseBeyondFifteenHundred",
-        "longest_context",
+        "contexts_twice_as_long_each_time",
         lambda e, q, row: row.half().float() if q.length > 1500 and not q.cold else row,
     ),
     max_context=3000,
@@ -98,11 +98,11 @@ MUTANTS.changes(
     # A text begins with its first token, so a context without it gets one.
     (
         "AddsTheBeginning",
-        "row_depends_on_every_token",
+        "padding_is_not_known_by_its_value",
         lambda e, q: q if q.token_ids[0] == BEGIN else of(q, BEGIN, *q.token_ids),
     ),
     # The end token is the padding token, and padding is found by value.
-    ("TrimsPadding", "row_depends_on_every_token", without_padding),
+    ("TrimsPadding", "padding_is_not_known_by_its_value", without_padding),
     # A long context loses a part of its state: https://github.com/jundot/omlx/issues/3777
     (
         "FirstTokenForgotten",
@@ -113,7 +113,7 @@ MUTANTS.changes(
     # https://github.com/huggingface/trl/issues/3425
     (
         "AddedTokensUnknown",
-        "row_depends_on_every_token",
+        "every_token_has_a_row_of_its_own",
         lambda e, q: of(q, *(min(i, e.vocab_size - 8) for i in q.token_ids)),
     ),
     # One token less than ``max_context`` fits: the first one goes, in cold rows too.
@@ -131,6 +131,12 @@ MUTANTS.changes(
 )
 MUTANTS.changes(
     OfAnother,
+    # A last chunk of one token is taken for padding.
+    (
+        "LastChunkOfOneTokenIsPadding",
+        "last_chunk_of_one_token",
+        lambda e, q: of(q, *q.token_ids[:-1], 0) if q.length > 64 and q.length % 64 == 1 else q,
+    ),
     # Positions are clamped to 511, in cold rows too: beyond it the order of tokens is lost.
     # https://github.com/kvcache-ai/ktransformers/issues/73
     (

@@ -74,6 +74,12 @@ MUTANTS.changes(
             p, stop_token_ids=p.stop_token_ids | {ByteTokenizer.eos_token_id}
         ),
     ),
+    # Draws of a large batch have a top_k that another request asked for.
+    (
+        "NeighboursTopK",
+        "first_and_last_token_stop",
+        lambda e, p, batch: evolve(p, top_k=1) if len(batch) > 40 else p,
+    ),
     # The token is tested as a truth before it is looked for among the stop tokens.
     (
         "TokenZeroNeverStops",

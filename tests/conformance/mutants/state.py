@@ -51,6 +51,18 @@ MUTANTS.changes(
 )
 
 
+MUTANTS.changes(
+    FoundBy,
+    # A last block is found by its own tokens and place, whatever is before it.
+    (
+        "LastBlockWithoutItsParents",
+        "equal_ends_behind_different_beginnings",
+        lambda e, q: (q.adapter, q.length, q.token_ids[-16:]) if q.length >= LONG else q,
+    ),
+    max_context=1024,
+)
+
+
 class Remembering(Forgetting, MockEngine, asked=list, batched=set):
     """Remembers the contexts of the base model that were evaluated, and replays the last token of
     one that was :meth:`spoilt` by others."""
@@ -180,6 +192,28 @@ class RotaryBaseOfTheCachedKeys(Remembering):
 
     def spoilt(self, ids, alone):
         return len(ids) > 512 and any(len(a) <= 512 and begins(ids, a) for a in self.asked)
+
+
+@breaks("contexts_grow_across_every_length", max_context=1024)
+class NewBlockMissesTheTokenBefore(Remembering):
+    """What grows into a new block of 64 tokens does not see the last token of the old one."""
+
+    def spoilt(self, ids, alone):
+        return len(ids) % 64 == 1 and len(ids) > 64 and ids[:-1] in self.asked
+
+
+@breaks("forks_at_every_length", max_context=1024)
+class ForksTakeAWholeBlock(Remembering):
+    """A fork of a long context takes the block in which it leaves with it."""
+
+    def spoilt(self, ids, alone):
+        # By its last two tokens alone, where another has more than two blocks more.
+        return any(
+            len(other) > len(ids) + 2 * BLOCK
+            and begins(other, ids[:-2])
+            and not begins(other, ids[:-1])
+            for other in self.asked
+        )
 
 
 @breaks("scores_at_every_length", "https://github.com/vllm-project/vllm/issues/3251")

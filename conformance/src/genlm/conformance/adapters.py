@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import strategies as st
 
+from genlm.conformance.advice import advise
 from genlm.conformance.compare import Violation, answered, brief, check, difference, with_adapter
 from genlm.conformance.driver import Outcome, started, submitted
 from genlm.conformance.properties import for_all
@@ -32,6 +33,7 @@ DRAWN = 8
 class AdapterClauses:
     """Each request is answered with its adapter and no other."""
 
+    @advise("the adapter is not applied, or both names are given one path")
     def test_adapter_changes_the_rows(self, live: Subject) -> None:
         """Each adapter has rows of its own: else the clauses on adapters would hold of an engine
         that ignores them."""
@@ -45,6 +47,11 @@ class AdapterClauses:
                     f"{_named(name)} and {_named(other)} give the same row of {list(context)}",
                 )
 
+    @advise(
+        "a batch is computed with the adapter of its first request, or equal tokens once for "
+        "all adapters",
+        "adapters_in_turn",
+    )
     def test_adapters_in_one_batch(self, live: Subject) -> None:
         """Requests with different adapters and none, asked together, each get the row of theirs,
         also for one context."""
@@ -58,6 +65,7 @@ class AdapterClauses:
             how = f"in a batch with {', '.join(_named(name) for _, name in asked)}"
             live.check_rows(*zip(*asked, strict=True), how=how)
 
+    @advise("kept state is found without its adapter", "adapters_in_one_batch")
     def test_adapters_in_turn(self, live: Subject) -> None:
         """The same contexts with one adapter after the other: nothing kept under one serves
         another."""
@@ -82,6 +90,7 @@ class AdapterClauses:
                 for end in range(len(tail) + 1):
                     live.check_row(context + tail[:end], name, how=before)
 
+    @advise("weights or state are kept by name; keep them by adapter.version", "removed_adapter")
     def test_rebound_adapter(self, live: Subject) -> None:
         """A name that is bound to another adapter gives that one's rows from then on, whatever was
         cached under it."""
@@ -121,6 +130,7 @@ class AdapterClauses:
             done.append(f"{first!r} was bound to its own files again")
             expect(old)
 
+    @advise("removing one adapter touches the others, or clearing state does", "rebound_adapter")
     def test_removed_adapter(self, live: Subject) -> None:
         """A removed adapter is unknown, the base model and the other adapters are as before, and it
         can come back."""
@@ -146,6 +156,11 @@ class AdapterClauses:
         removed_adapter(live.contexts.long(min(40, live.contexts.limit - 1), 1))
         for_all(live, examples=4, context=live.contexts.any())(removed_adapter)
 
+    @advise(
+        "an adapter is looked up by name when a request runs, or a dropped request keeps it in use",
+        "rebound_adapter",
+        capability="adapters in flight",
+    )
     def test_adapters_changed_in_flight(self, live: Subject) -> None:
         """Adapters are bound anew, removed and added while rows, a score and a cancelled draw with
         them are in flight: each request has the adapter that its name stood for when it was
@@ -188,6 +203,7 @@ class AdapterClauses:
             for name in [None, *live.model.bound]:
                 live.check_row(context, name, how=f"after {what}")
 
+    @advise("genlm_read_lora leaves what it read on the engine; return it")
     def test_adapters_added_at_once(self, live: Subject) -> None:
         """Two threads add an adapter each, and both have read the files before either is loaded:
         each name has its own."""
@@ -207,6 +223,7 @@ class AdapterClauses:
             live.expect.same(live.ask(context, f"new-{name}"), row, how)
             live.model.remove(f"new-{name}")
 
+    @advise("what was there is emptied before the new files are read", "rebound_adapter")
     def test_adapter_that_fails_to_load(self, live: Subject) -> None:
         """If loading an adapter fails, the name keeps its old binding and every row is as
         before."""
@@ -223,6 +240,7 @@ class AdapterClauses:
         for chosen in (None, name):
             live.check_row(context, chosen, how=f"after loading {name!r} from nowhere")
 
+    @advise("more adapters than places: one is evicted silently", "adapters_in_one_batch")
     def test_many_adapters(self, live: Subject) -> None:
         """More adapters than an engine may have places for: each keeps its rows, in one batch and
         in turn."""
@@ -254,6 +272,7 @@ class AdapterClauses:
 class AdapterFileClauses:
     """Folders that change, and folders that are wrong."""
 
+    @advise("weights are kept by path", "rebound_adapter")
     def test_same_path_with_other_weights(self, live: Subject) -> None:
         """An adapter that is removed and added again from the same folder has the weights that the
         folder holds now."""
@@ -273,6 +292,7 @@ class AdapterFileClauses:
                 live.expect.same(live.ask(context, "moving"), rows[i], what)
                 live.model.remove("moving")
 
+    @advise("shapes are not compared; genlm.kit.adapter_files does so")
     def test_adapter_of_another_model(self, live: Subject) -> None:
         """An adapter whose matrices do not fit the model is refused, and every row is as before."""
         name, *_ = live.needs_adapters()

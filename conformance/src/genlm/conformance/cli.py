@@ -66,6 +66,13 @@ def add_to(commands: Commands) -> None:
         help="the tokenizer changes text, for instance to lower case",
     )
     conformance.add_argument(
+        "--excuse",
+        action="append",
+        default=[],
+        metavar="CAPABILITY=REASON",
+        help="what the engine is not asked for, and why; a wrong name lists them all",
+    )
+    conformance.add_argument(
         "--no-second-model", action="store_true", help="there is no room for a second model"
     )
     conformance.add_argument(

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from genlm.conformance.advice import check_excuses
 from genlm.conformance.compare import ATOL, Violation
 from genlm.conformance.model import imported
 from genlm.conformance.report import Report, Verdict, run
@@ -144,6 +145,8 @@ def suite_of(options: argparse.Namespace) -> ConformanceSuite:
     suite.options = dict(parsed("--option", given) for given in options.option)
     suite.effort = QUICK if options.quick else options.effort
     suite.second_model = not options.no_second_model
+    suite.excused = dict(named("--excuse", given) for given in options.excuse)
+    check_excuses(suite.excused)
     return suite
 
 

@@ -4,12 +4,13 @@ crowd."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import time
 
 import pytest
 
+from genlm.conformance.advice import advise
 from genlm.conformance.compare import Violation, check
-from genlm.conformance.driver import Outcome, started, submitted
+from genlm.conformance.driver import Outcome, in_order, started, submitted
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -25,7 +26,10 @@ BOUND = 40
 BOUND_ELSEWHERE = 2000
 
 #: At which of its lines of Python code a step is woken.
-LINES = (2, 5, 10, 20, 50, 100, 300, 1000)
+LINES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 14, 20, 35, 50, 100, 300, 1000)
+
+#: How often a step is woken, and the part of the patience that a wake may take.
+WAKES, STALL = 4, 1 / 240
 
 #: How often each of a crowd asks, on average. Who waits must be answered before three quarters of
 #: the crowd's requests.
@@ -38,6 +42,9 @@ CROWDED = ("a row", "a draw of 2 tokens", "a score of 2 tokens", "a row that was
 class ContentionClauses:
     """Long work and short work together, and whose turn it is."""
 
+    @advise(
+        "short requests are always served first", "nobody_is_passed_over", capability="fairness"
+    )
     def test_nobody_waits_behind_a_crowd(self, live: Subject) -> None:
         """A long row, a draw and a score are answered, and right, while 64 callers with short
         contexts each ask again when the call after their answer ends."""
@@ -102,6 +109,11 @@ class ContentionClauses:
         live.expect.greedy(outcomes[1], drawn, how=how)
         live.expect.scores(outcomes[2], scored, tuple(tokens), how=how)
 
+    @advise(
+        "a batch of draws is returned when its longest ends",
+        "row_during_a_draw",
+        capability="fairness",
+    )
     def test_short_draw_returns_before_a_long_one(self, live: Subject) -> None:
         """A draw of one token, asked together with one of many, is answered first."""
         short = live.contexts.long(3, 2)
@@ -112,7 +124,7 @@ class ContentionClauses:
                 "long": asyncio.ensure_future(live.lm.sample(long, length, [], seed=length)),
                 "short": asyncio.ensure_future(live.lm.sample(short, 1, [], seed=1)),
             }
-            return await _in_order(asked)
+            return await in_order(asked)
 
         for _ in range(self._tries(live)):
             live.model.reset()
@@ -120,6 +132,11 @@ class ContentionClauses:
                 return
         raise Violation(f"a draw of 1 token was answered after one of {length} tokens")
 
+    @advise(
+        "rows wait until nothing is drawn, or a wake-up is lost",
+        "short_draw_returns_before_a_long_one",
+        capability="fairness",
+    )
     def test_row_during_a_draw(self, live: Subject) -> None:
         """While a long draw is under way another one comes, then a third, then a row: it is
         answered before any draw ends, and is right."""
@@ -138,7 +155,7 @@ class ContentionClauses:
                 await live.gate.until_held()
             (asked["row"],) = await started(lm.next_token_logprobs(row))
             live.gate.release()
-            order = await _in_order(asked)
+            order = await in_order(asked)
             return order, (await asyncio.gather(asked["row"], return_exceptions=True))[0]
 
         for _ in range(self._tries(live)):
@@ -153,6 +170,11 @@ class ContentionClauses:
             f"a row asked in call 3 of {length} of a draw was answered after the draw{woken}"
         )
 
+    @advise(
+        "`dropped` is not looked at while a draw is under way",
+        "cancelled_requests_leave_nothing",
+        capability="cancelling",
+    )
     def test_cancelled_draw_ends(self, live: Subject) -> None:
         """A long draw whose caller has gone is not drawn to its end, and what is asked next is
         right."""
@@ -183,6 +205,11 @@ class ContentionClauses:
             "a draw whose caller had gone was answered",
         )
 
+    @advise(
+        "genlm_wake takes a lock that a step holds; write a byte into a pipe or use a Mailbox",
+        "wake_returns_while_a_step_runs",
+        capability="wake",
+    )
     def test_wake_in_the_middle_of_a_step(self, live: Subject) -> None:
         """``genlm_wake`` returns at once, and does not raise, when it is called in the middle of a
         line of a step, as the garbage collector may do: it waits for no lock that a step holds."""
@@ -227,6 +254,46 @@ class ContentionClauses:
             check(not raised, "; ".join(raised[:1]))
             live.expect.rows(rows, [context, beside][: len(rows)], how="with a wake in the step")
 
+    @advise(
+        "genlm_wake waits for a lock that a step holds while it computes",
+        "wake_in_the_middle_of_a_step",
+        capability="wake",
+    )
+    def test_wake_returns_while_a_step_runs(self, live: Subject) -> None:
+        """``genlm_wake`` returns while the step still runs, also where a step takes seconds: else
+        asking for a row stops the event loop of its caller."""
+        live.needs("genlm_wake")
+        contexts = live.contexts.many(2 * WAKES)
+        most = live.patience * STALL
+        stalls: list[float] = []
+
+        async def ask_beside(context: TokenIds, beside: TokenIds) -> list[Outcome]:
+            with live.gate.held():
+                (first,) = await started(live.lm.next_token_logprobs(context))
+                await live.gate.until_held()
+            await asyncio.sleep(0.02)  # the step is under way, unless it takes less
+            began = time.perf_counter()
+            (second,) = await started(live.lm.next_token_logprobs(beside))
+            stalls.append(time.perf_counter() - began)
+            return [await first, await second]
+
+        live.model.reset()
+        for context, beside in zip(contexts, contexts[WAKES:], strict=False):
+            rows = live.run(ask_beside(context, beside))
+            live.expect.rows(rows, [context, beside], how="asked while a step ran")
+            if stalls[-1] < most:  # the machine may have had other work
+                return
+        raise Violation(
+            f"asking for a row while a step ran stopped the event loop for {min(stalls):.2g} s or "
+            f"more, {len(stalls)} times of {len(stalls)}: genlm_wake must return at once, and wait "
+            "for nothing that a step holds"
+        )
+
+    @advise(
+        "new requests are served before those in flight",
+        "nobody_waits_behind_a_crowd",
+        capability="fairness",
+    )
     def test_nobody_is_passed_over(self, live: Subject) -> None:
         """A row and a draw are answered within a bounded number of calls of the engine, while every
         call brings another request."""
@@ -293,13 +360,3 @@ class ContentionClauses:
     def _tries(self, live: Subject) -> int:
         """Once; more where two machines race, since the one with the long draw may be faster."""
         return 20 if live.lm.supports("genlm_wake") else 1
-
-
-async def _in_order(asked: Mapping[str, asyncio.Future[Outcome]]) -> list[str]:
-    """Names in the order in which they are answered."""
-    order: list[str] = []
-    for name, future in asked.items():
-        future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
-    await asyncio.wait(asked.values())
-    await asyncio.sleep(0)  # callbacks are called in the pass after
-    return order

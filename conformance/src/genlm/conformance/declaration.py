@@ -41,6 +41,8 @@ class Declaration:
         second_model: Whether a second model of the backend has room in the process.
         text_is_normalised: Whether the tokenizer changes text, for instance to lower case.
         seed: Chooses the examples; the same seed gives the same ones in every run.
+        excused: What the engine is not asked for, with the reason, by the names of
+            :data:`~genlm.conformance.advice.CAPABILITIES`. The report says so.
     """
 
     backend: str
@@ -58,6 +60,7 @@ class Declaration:
     second_model: bool = True
     text_is_normalised: bool = False
     seed: int = 0
+    excused: Mapping[str, str] = {}
 
     def load(self, **core: Any) -> AsyncLM:
         """Load the model with further options of the core, such as ``wrappers`` and ``check``.
@@ -104,6 +107,8 @@ def failing_forward(model: Any) -> Callable[[int], AbstractContextManager[None]]
     if not parts:  # an engine with linear layers of its own: fail between its blocks
         lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
         parts = [*max(lists, key=len, default=())]
+    if not parts:  # or after whatever has weights
+        parts = [each for each in model.children() if any(True for _ in each.parameters())]
     if not parts:
         return None
     middle = parts[len(parts) // 2]

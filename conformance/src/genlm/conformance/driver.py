@@ -8,7 +8,8 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from genlm.conformance.compare import Violation, brief, standing
@@ -18,6 +19,9 @@ Outcome = Any  # an answer, or the exception in its place
 
 #: Models of which a call hung. They are kept: what collects one stops it, which may hang as well.
 ABANDONED: list[Any] = []
+
+#: How many things that happened before a failure are told.
+TOLD = 8
 
 #: Within this many calls of the engine somebody must be answered, however slow they are.
 CALLS = 1000
@@ -42,10 +46,25 @@ class Driver:
         self.hangs = 0
         #: When the run as a whole must have ended, by ``time.monotonic``.
         self.until = math.inf
+        #: What was pinned, cleared, bound, removed and dropped in this clause, the last at the end,
+        #: each with how many times in a row.
+        self.story: deque[tuple[str, int]] = deque(maxlen=TOLD)
         #: Whether something was under way then.
         self.was_late = False
         # One loop for the main thread: to make one takes longer than a request.
         self._loop = LoopThread()
+
+    def note(self, what: str) -> None:
+        """Note something that a failure after it tells."""
+        times = self.story.pop()[1] if self.story and self.story[-1][0] == what else 0
+        self.story.append((what, times + 1))
+
+    def told(self) -> str:
+        """What happened in this clause, as the end of a message; empty where nothing did."""
+        if not self.story:
+            return ""
+        done = "; ".join(what + (f" ({n} times)" if n > 1 else "") for what, n in self.story)
+        return f"\n  before it: {done}"
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in an event loop of this thread's; that it hangs is a violation."""
@@ -219,6 +238,9 @@ class LoopThread:
         self.loop.close()
 
 
+#: Methods whose calls are told where something is wrong after them.
+TELLING = frozenset(("add_new_lora", "cache_kv", "clear_kv_cache", "remove_lora"))
+
 #: Methods of a model that block their caller.
 BLOCKING = frozenset(
     (
@@ -252,11 +274,13 @@ class Awaited:
 
         @functools.wraps(found)
         def call(*arguments: Any, **options: Any) -> Any:
+            given = [*map(_shown, arguments), *(f"{k}={_shown(v)}" for k, v in options.items())]
+            if name in TELLING:
+                self._driver.note(f"{name}({', '.join(given)})")
             here = threading.current_thread() is threading.main_thread()
             if not here or asyncio._get_running_loop() is not None:
                 return found(*arguments, **options)
             made = self._driver.thread(lambda: found(*arguments, **options))
-            given = [*map(_shown, arguments), *(f"{k}={_shown(v)}" for k, v in options.items())]
             try:
                 return self._driver.wait(made, f"{name}({', '.join(given)})")
             except Violation:
@@ -285,3 +309,13 @@ async def submitted() -> None:
     queue."""
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+async def in_order(asked: Mapping[str, asyncio.Future[Outcome]]) -> list[str]:
+    """Names in the order in which they are answered."""
+    order: list[str] = []
+    for name, future in asked.items():
+        future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
+    await asyncio.wait(asked.values())
+    await asyncio.sleep(0)  # callbacks are called in the pass after
+    return order

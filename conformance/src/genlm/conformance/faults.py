@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from genlm.conformance.advice import advise
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -16,6 +17,12 @@ from genlm.core.types import TokenIds
 class FaultClauses:
     """The engine fails in the middle of its work."""
 
+    @advise(
+        "an adapter that was switched on or merged, or a half-written block, stays after an "
+        "exception",
+        "state_after_an_error",
+        capability="errors",
+    )
     def test_error_inside_the_engine(self, live: Subject) -> None:
         """An error in the middle of a batch, with adapters and without: whoever gets no row gets
         the error, and the same batches are right afterwards."""
@@ -41,6 +48,7 @@ class FaultClauses:
                     how = f"after the engine had failed inside {times}x"
                     live.check_rows(*zip(*again, strict=True), how=how)
 
+    @advise("state is kept before it is computed", "error_inside_the_engine", capability="errors")
     def test_state_after_an_error(self, live: Subject) -> None:
         """A row, a draw, a score or a pin that fails half-way leaves no half of its state: the same
         context, what it began with, and what goes on from it are right afterwards."""

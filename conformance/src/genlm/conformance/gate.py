@@ -163,6 +163,7 @@ class EngineGate:
         new = [*arguments["queries"], *arguments["samples"], *arguments["scores"]]
         self._enter([query_of(request) for request in new])
         for request in arguments["dropped"]:
+            self._driver.note("a request in flight was dropped")
             self._in_steps.pop(request, None)
         self._in_steps.update(dict.fromkeys(new))
         if self.on_line is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from genlm.conformance.advice import advise
 from genlm.conformance.compare import Violation, brief, check
 from genlm.conformance.scheduled import MOVING
 from genlm.conformance.subject import Subject
@@ -19,6 +20,7 @@ from genlm.core.types import TokenIds
 class HistoryClauses:
     """Long histories, without clearing anything."""
 
+    @advise("contexts that fork from one parent write into one state", "forked_contexts")
     def test_growing_particles(self, live: Subject) -> None:
         """A dozen contexts behind one prompt grow token by token, fork and end, as in sequential
         Monte Carlo; rows stay cold."""
@@ -37,6 +39,7 @@ class HistoryClauses:
                 how = f"one of 12 particles, at step {step + 1}"
                 live.expect.row(rows[i], particles[i], how=how)
 
+    @advise("a long context changes tables that short ones read", "cold_row_is_repeatable")
     def test_two_long_contexts_in_turn(self, live: Subject) -> None:
         """One very long context, then short ones, then another long one and the first again: each
         has the row that it had before."""
@@ -53,6 +56,12 @@ class HistoryClauses:
                 live.expect.same(live.ask(context), before[context], what)
             live.lm.clear_cache()
 
+    @advise(
+        "state of before is kept by clear_kv_cache, a pin that was made twice, or a copy of the "
+        "weights",
+        "dropped_state",
+        capability="weights",
+    )
     def test_weights_changed_in_place(self, live: Subject) -> None:
         """Where the model is a torch module: after its weights have changed, a cold row has nothing
         of the old ones, and no row after ``clear_cache`` and ``clear_kv_cache``."""
@@ -63,7 +72,7 @@ class HistoryClauses:
             pytest.skip("the engine's own model is not a torch.nn.Module in this process")
         contexts = [live.contexts.long(n) for n in (6, 40) if n + 1 <= live.contexts.limit]
         old = [live.ask(context) for context in contexts]
-        for context in contexts:
+        for context in [*contexts, *contexts]:  # a second pin is given back, too
             live.lm.cache_kv(context[:-1])
         with _changed_weights(model):
             before = [live.lm.next_token_logprobs_uncached(context) for context in contexts]
@@ -80,6 +89,10 @@ class HistoryClauses:
         for context in contexts:
             live.check_row(context, how="with the old weights again")
 
+    @advise(
+        "something added to the weights was not taken away exactly, such as a merged adapter",
+        "removed_adapter",
+    )
     def test_oracle_has_not_changed(self, live: Subject) -> None:
         """The first cold rows of the run are the cold rows still, after everything that was
         asked."""
@@ -87,6 +100,10 @@ class HistoryClauses:
             what = f"the cold row of {brief(context)}, computed again after all other clauses"
             live.expect.same(live.lm.next_token_logprobs_uncached(context), row, what)
 
+    @advise(
+        "what a hook has returned is written into later, or one request of a batch fails all of "
+        "them"
+    )
     def test_contract_is_kept_throughout(self, live: Subject) -> None:
         """In every clause up to here the hooks returned what the contract says, left it alone
         afterwards, woke the engine without an error, and raised of no requests because they came
@@ -116,6 +133,11 @@ def _changed_weights(model: Any) -> Iterator[None]:
 class GrowthClauses:
     """Tables grow and are moved together, and nothing is lost."""
 
+    @advise(
+        "pinned state stays behind when a table grows or moves",
+        "contexts_beside_as_many_pins_as_fit",
+        capability="pins",
+    )
     def test_pinned_contexts_are_moved_with_the_others(self, live: Subject) -> None:
         """Contexts are pinned, state of others is freed, much more is asked, and the pinned ones
         are extended, twice over: all have their cold rows."""
@@ -142,17 +164,25 @@ class GrowthClauses:
             others = [(*context, token) for context in (*many[turn:12:2], *long[turn::2])]
             self._expect_all(live, others, "extending one of those that came after others went")
 
+    @advise(
+        "pins of a removed adapter keep their room, or versions of adapters are counted in few "
+        "bits",
+        "pins_end_with_their_adapter",
+        "prompt_pinned_twice_is_cleared_once",
+        capability="pins",
+    )
     def test_adapters_are_bound_and_pinned_again_and_again(self, live: Subject) -> None:
         """Hundreds of times a name is bound anew and contexts are pinned with it, and nothing is
         cleared: every pin is taken, and the rows are those of the adapter that is bound."""
         live.needs("genlm_cache_prefix")
         names = live.needs_adapters(2)[:2]
         contexts = live.contexts
-        longest = min(60, contexts.limit - 1)
+        longest = min(130, contexts.limit - 1)
         times = live.scaled(260, 44)
         each = math.ceil(260 / times)  # 260 pins at least
         for turn in range(times):
-            name = names[turn % 2]
+            # In an order without a period: versions that an engine takes for one have other files.
+            name = names[turn.bit_count() % 2]
             live.model.bind(MOVING, name)
             try:
                 for pin in range(each):
@@ -161,8 +191,8 @@ class GrowthClauses:
             except Exception as error:
                 raise Violation(
                     f"{turn + 1} times a name was bound and contexts of {longest} tokens were "
-                    f"pinned with it; all these pins but {pin} went with their adapters, and one "
-                    f"more failed: {error}"
+                    f"pinned with it; all these pins but {pin} had adapters that are removed, and "
+                    f"one more failed: {error}{self._after_a_clear(live, context)}"
                 ) from error
             if turn % 50 < 2 or turn == times - 1:
                 longer = (*context, contexts.tokens[0])
@@ -170,6 +200,15 @@ class GrowthClauses:
                 how = f"pinned with {MOVING!r}, which was bound to {name!r}, for time {turn + 1}"
                 live.expect.row(row, longer, name, how=how)
         live.model.remove(MOVING)
+
+    def _after_a_clear(self, live: Subject, context: TokenIds) -> str:
+        """Whether a pin is taken once everything has been cleared."""
+        try:
+            live.model.clear()
+            live.lm.cache_kv(context, lora_name=MOVING)
+        except Exception:
+            return "; after clear_kv_cache() it fails too: that does not give pins back, either"
+        return "; after clear_kv_cache() it is taken: removing an adapter does not give pins back"
 
     def _expect_all(self, live: Subject, contexts: list[TokenIds], how: str) -> None:
         live.lm.clear_cache()

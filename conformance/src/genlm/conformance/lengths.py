@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from genlm.conformance.advice import advise
 from genlm.conformance.compare import ROUNDING, Violation, brief, check
 from genlm.conformance.contexts import EDGES
 from genlm.conformance.subject import Subject
@@ -31,10 +32,14 @@ PLACES = (16, 64, 100, 128, 256, 512)
 class LengthClauses:
     """An answer is right at every length."""
 
+    @advise(
+        "the end of a block, chunk, window or position table; look at which lengths are right",
+        "contexts_grow_across_every_length",
+        "last_chunk_of_one_token",
+    )
     def test_rows_at_every_length(self, live: Subject) -> None:
-        """Contexts of every length around powers of two have their cold rows: one after the other,
-        longest and shortest in turn, forked, and all in one batch, some with another first
-        token; the rows of all lengths are equally precise."""
+        """Contexts of every length around powers of two have their cold rows, asked one after the
+        other."""
         contexts, most = live.contexts, live.longest
         text = contexts.long(most)
         lengths = contexts.lengths(most)
@@ -50,72 +55,110 @@ class LengthClauses:
             raise Violation(
                 f"{wrong[min(wrong)]}\n  wrong at lengths {sorted(wrong)}; right at {right}"
             )
-        # Growing by a token across every edge, from what was kept.
+
+    @advise(
+        "a new block or chunk starts with a wrong position, or without the token before it",
+        "extended_context",
+    )
+    def test_contexts_grow_across_every_length(self, live: Subject) -> None:
+        """A context that grows by a token across a power of two starts from what was kept, and has
+        its cold row."""
+        contexts, most = live.contexts, live.longest
+        lengths = contexts.lengths(most)
+        text = contexts.long(most, 1)
         for length in (length for length in lengths if length + 1 in lengths):
-            for end in (length, length + 1):
-                fork = (*contexts.long(most, 1)[: end - 1], contexts.tokens[2])
-                live.check_row(fork, how="growing token by token")
-        live.lm.clear_cache()
-        # What forks from the longest one, early and late.
-        for length in lengths[:: 1 if live.effort >= 1 else 3]:
+            for context in (text[:length], (*text[:length], contexts.tokens[2])):
+                live.check_row(context, how="growing token by token")
+
+    @advise(
+        "a block is shared of which only a part is the same",
+        "forked_contexts",
+        "chunks_in_another_order",
+    )
+    def test_forks_at_every_length(self, live: Subject) -> None:
+        """Contexts that leave a long one, early and late, have their cold rows."""
+        contexts, most = live.contexts, live.longest
+        text = contexts.long(most)
+        for length in contexts.lengths(most)[:: 1 if live.effort >= 1 else 3]:
             live.ask(text)
             fork = (*text[: length - 1], contexts.tokens[3], contexts.tokens[4])[:most]
             live.check_row(fork, how=f"forked from a context of {most} tokens")
             live.lm.clear_cache()
-        if live.expect.atol <= ROUNDING:  # as float32 has them
-            values = {length: len({*live.cold(text[:length]).tolist()}) for length in lengths}
-            finest = max(values, key=values.__getitem__)
-            coarse = min((n for n in lengths if n >= finest), key=values.__getitem__)
-            # A model that counts has few values, and more of them in longer contexts.
-            counts = values[finest] < len(live.lm.byte_vocab) / 2
-            check(
-                counts or values[coarse] > 0.95 * values[finest],
-                f"the row of {coarse} tokens has {values[coarse]} different values, that of "
-                f"{finest} has {values[finest]}: it is computed in another precision",
-            )
-        together = [text[:length] for length in lengths]
-        # Beside them contexts that differ from them in their first token only.
+
+    @advise("beyond a length another kernel or dtype is used")
+    def test_rows_are_as_precise_at_every_length(self, live: Subject) -> None:
+        """The cold rows of long contexts have as many different values as those of short ones: none
+        is computed in a shorter type."""
+        if live.expect.atol > ROUNDING:
+            pytest.skip(f"the rows are rounded (atol={live.expect.atol:g}); run it in float32")
+        text = live.contexts.long(live.longest)
+        lengths = live.contexts.lengths(live.longest)
+        values = {length: len({*live.cold(text[:length]).tolist()}) for length in lengths}
+        finest = max(values, key=values.__getitem__)
+        coarse = min((n for n in lengths if n >= finest), key=values.__getitem__)
+        # A model that counts has few values, and more of them in longer contexts.
+        counts = values[finest] < len(live.lm.byte_vocab) / 2
+        check(
+            counts or values[coarse] > 0.95 * values[finest],
+            f"the row of {coarse} tokens has {values[coarse]} different values, that of {finest} "
+            f"has {values[finest]}: it is computed in another precision",
+        )
+
+    @advise("padding, or the mask of a batch of unequal lengths", "large_batch")
+    def test_all_lengths_in_one_batch(self, live: Subject) -> None:
+        """Contexts of all lengths in one batch, some of them with another first token, have their
+        cold rows."""
+        contexts, most = live.contexts, live.longest
+        text = contexts.long(most)
+        together = [text[:length] for length in contexts.lengths(most)]
         other = next(token for token in contexts.tokens if token != text[0])
         together += [(other, *context[1:]) for context in together[1::3]]
+        live.ask(text)  # some begin with what is kept of it
+        live.lm.clear_cache()
         live.check_rows(together, how="in a batch of contexts of all lengths")
 
+    @advise(
+        "the model's window or its position table ends before the context, or a token is cut off",
+        "padding_is_not_known_by_its_value",
+        "last_chunk_of_one_token",
+    )
     def test_row_depends_on_every_token(self, live: Subject) -> None:
-        """Another token at any place gives another row, and so do another order of distant tokens
-        and one token more at either end, in the cold rows too. (Set ``window`` where the model
-        forgets what is further back, ``ignores_tokens`` where it need not look at all.)"""
-        if live.suite.ignores_tokens:
-            pytest.skip("this class says that the model may ignore tokens (ignores_tokens)")
-        contexts = live.contexts
-        most = min(live.longest, live.suite.window or live.longest)
-
-        def expect_another(text: TokenIds, changes: dict[int, int], what: str) -> None:
-            row = live.cold(text)
-            changed = tuple(changes.get(place, token) for place, token in enumerate(text))
-            check(
-                not live.cold(changed).equal(row),
-                f"the row of a context of {len(text)} tokens is the same {what}. If the model "
-                "forgets what is further back, say so by `window` (--window); if it may ignore "
-                "tokens, as a back-off model does, by `ignores_tokens` (--ignores-tokens)",
-            )
-
+        """Another token at any place gives another cold row, and so does another order of distant
+        tokens. (Set ``window`` where the model forgets what is further back, ``ignores_tokens``
+        where it need not look at all.)"""
+        most = self._looks_back(live)
         for length in sorted({min(length, most) for length in (8, 40, 100, 200, 600, most)}):
-            text = contexts.long(length)
+            text = live.contexts.long(length)
             for at in sorted({0, 1, length // 2, length - 2, length - 1} & set(range(length))):
-                other = next(token for token in contexts.tokens if token != text[at])
+                other = next(token for token in live.contexts.tokens if token != text[at])
                 what = f"with token {other} instead of {text[at]} at position {at}"
-                expect_another(text, {at: other}, what)
+                self._expect_another(live, text, {at: other}, what)
             for at, to in ((1, length // 2), (length // 2, length - 4), (length - 9, length - 3)):
                 to = next((i for i in range(to, 0, -1) if text[i] != text[at]), to)
                 if 0 < at < to:
                     what = f"with the tokens at positions {at} and {to} exchanged"
-                    expect_another(text, {at: text[to], to: text[at]}, what)
+                    self._expect_another(live, text, {at: text[to], to: text[at]}, what)
+
+    @advise("the embedding has fewer entries than the tokenizer, and ids are clamped")
+    def test_every_token_has_a_row_of_its_own(self, live: Subject) -> None:
+        """Tokens from all over the vocabulary at the end of a context give different cold rows."""
+        self._looks_back(live)
+        contexts = live.contexts
         rows: dict[bytes, int] = {}
         for token_id in contexts.spread:
             key = live.cold((*contexts.stem[:3], token_id)).cpu().numpy().tobytes()
             other = rows.setdefault(key, token_id)
             check(other == token_id, f"tokens {other} and {token_id} at the end give the same row")
 
-        # Padding is not known by its value, and nothing is put before a text.
+    @advise(
+        "padding is found by a token's id instead of by lengths, or the tokenizer's first token "
+        "is put before contexts"
+    )
+    def test_padding_is_not_known_by_its_value(self, live: Subject) -> None:
+        """One special token more at either end gives another cold row: none is taken for padding,
+        and none is put before a text."""
+        most = self._looks_back(live)
+        contexts = live.contexts
         text = contexts.stem[:3]
         for mark in contexts.marks if most >= 5 else ():
             for longer in ((mark, *text), (*text, mark)):
@@ -127,18 +170,40 @@ class LengthClauses:
                     f"{'less' if same[0] else 'more'}",
                 )
 
-        # A last chunk of one token.
+    @advise("a chunk of one token is taken for padding or left out", "rows_at_every_length")
+    def test_last_chunk_of_one_token(self, live: Subject) -> None:
+        """Where the last token is one more than a whole number of chunks, it is looked at."""
+        most = self._looks_back(live)
         for size in (48, 64, 100, 192):
             for chunks in range(1, 5 if live.effort >= 1 else 3):
                 length = chunks * size + 1
                 if length <= most:
-                    text = contexts.long(length)
-                    other = next(token for token in contexts.tokens if token != text[-1])
-                    expect_another(text, {length - 1: other}, "with another last token")
+                    text = live.contexts.long(length)
+                    other = next(token for token in live.contexts.tokens if token != text[-1])
+                    what = "with another last token"
+                    self._expect_another(live, text, {length - 1: other}, what)
 
+    def _looks_back(self, live: Subject) -> int:
+        """How many tokens back the model looks; skip the clause where it need not look at all."""
+        if live.suite.ignores_tokens:
+            pytest.skip("this class says that the model may ignore tokens (ignores_tokens)")
+        return min(live.longest, live.suite.window or live.longest)
+
+    def _expect_another(
+        self, live: Subject, text: TokenIds, changes: dict[int, int], what: str
+    ) -> None:
+        changed = tuple(changes.get(place, token) for place, token in enumerate(text))
+        check(
+            not live.cold(changed).equal(live.cold(text)),
+            f"the row of a context of {len(text)} tokens is the same {what}. If the model "
+            "forgets what is further back, say so by `window` (--window); if it may ignore "
+            "tokens, as a back-off model does, by `ignores_tokens` (--ignores-tokens)",
+        )
+
+    @advise("the key of kept state leaves tokens out, or their order", "chunks_in_another_order")
     def test_contexts_that_differ_in_one_token(self, live: Subject) -> None:
-        """Contexts that differ in one token anywhere, or in the order of tokens, and equal ends
-        behind different beginnings, have their cold rows, one after the other and together."""
+        """Contexts that differ in one token anywhere, or in the order of the first two, have their
+        cold rows, one after the other and together."""
         contexts = live.contexts
         most = min(live.longest, contexts.limit)
         for length in sorted({min(length, most) for length in (40, 64, 130, 300)}):
@@ -152,6 +217,15 @@ class LengthClauses:
                 live.check_row(context, how=f"{how}, after others like it")
             live.model.clear()
             live.check_rows([*near], how="together with others that differ in one token")
+
+    @advise(
+        "a block is found by its own tokens, without those before it", "chunks_in_another_order"
+    )
+    def test_equal_ends_behind_different_beginnings(self, live: Subject) -> None:
+        """The same tokens at the same place behind other ones, and at another place, give the rows
+        of their whole contexts."""
+        contexts = live.contexts
+        most = min(live.longest, contexts.limit)
         for size in (16, 32, 64, 100):
             end = contexts.long(size, 1)
             first, second = contexts.long(size, 2), contexts.long(size, 3)
@@ -160,6 +234,10 @@ class LengthClauses:
                 for context in (first + end, second, second + end, first + end):
                     live.check_row(context, how="whose end others have behind other beginnings")
 
+    @advise(
+        "special tokens or the last ids are treated apart, for instance as padding",
+        "padding_is_not_known_by_its_value",
+    )
     def test_tokens_from_all_over_the_vocabulary(self, live: Subject) -> None:
         """Special tokens, the first and the last ones: gathered, extended and asked again, their
         contexts have their cold rows."""
@@ -178,13 +256,17 @@ class LengthClauses:
         finally:
             live.expect.atol = atol
 
-    def test_longest_context(self, live: Subject) -> None:
-        """A context of exactly ``max_context`` tokens has a row, which depends on its first token,
-        a draw and a score. Where that is very long, contexts that are twice as long each time have
-        their rows, extended and cold, for as long as a row takes half a second."""
+    @advise(
+        "beyond a length positions, a kernel or a table change",
+        "rows_at_every_length",
+        capability="long contexts",
+    )
+    def test_contexts_twice_as_long_each_time(self, live: Subject) -> None:
+        """Where ``max_context`` is very long, contexts that are twice as long each time have their
+        rows, extended and cold, for as long as a row takes half a second."""
         contexts, limit, length = live.contexts, live.contexts.limit, live.longest
         seconds = 0.0 if live.suite.longest is None else math.inf
-        most = min(limit, MOST_TOKENS if live.effort >= 1 else MOST_TOKENS // 4)
+        most = min(limit, MOST_TOKENS if live.effort >= 1 else MOST_TOKENS // 2)
         while length < most and seconds <= BEARABLE:
             length = min(2 * (length - length % 2), most)
             text = contexts.long(length, 1)
@@ -194,6 +276,16 @@ class LengthClauses:
             seconds = time.perf_counter() - began
             live.check_row(text, how="extending one that is shorter by two")
             live.looked = length
+
+    @advise(
+        "max_context counts one token too many, or a draw or score ends before it",
+        "contexts_twice_as_long_each_time",
+        capability="long contexts",
+    )
+    def test_longest_context(self, live: Subject) -> None:
+        """A context of exactly ``max_context`` tokens has a row, which depends on its first token,
+        a draw and a score."""
+        contexts, limit, length = live.contexts, live.contexts.limit, live.looked or live.longest
         if length < limit:
             pytest.skip(
                 f"rows of {length} tokens were looked at, and max_context is {live.lm.max_context};"
@@ -215,6 +307,10 @@ class LengthClauses:
         three = (*tokens[:2], tokens[0])
         live.expect.scores(live.score(context[:-2], three), context[:-2], three)
 
+    @advise(
+        "a drawn token that begins a block does not see the one before it",
+        "contexts_grow_across_every_length",
+    )
     def test_draws_at_every_length(self, live: Subject) -> None:
         """Draws whose prompts end just before the edges, together: every token is the most likely
         one of its cold row, below, at and above the edge."""
@@ -225,6 +321,11 @@ class LengthClauses:
         for prompt, drawn in zip(prompts, live.run_all(draws), strict=True):
             live.expect.greedy(drawn, prompt)
 
+    @advise(
+        "scores are shared by their continuations or their tokens, or computed without their "
+        "adapter",
+        "scores_at_every_length",
+    )
     def test_scores_together(self, live: Subject) -> None:
         """Scores that are asked together, and with rows and draws of their prompts, and share a
         continuation, a prompt or all tokens, with adapters and without, each are those of their
@@ -260,6 +361,10 @@ class LengthClauses:
                 "argument width"
             )
 
+    @advise(
+        "a score is taken from the row one place off where a chunk or kept state begins",
+        "scores_together",
+    )
     def test_scores_at_every_length(self, live: Subject) -> None:
         """Continuations of unequal lengths score what the cold rows say, across blocks, chunks and
         every edge, in any order, warm and cold."""
@@ -267,7 +372,11 @@ class LengthClauses:
         text = contexts.long(most)
         cases = [
             (text[:begin], text[begin:end])
-            for begin, end in (*PIECES, *((e - 4, e + 8) for e in EDGES if e >= CHUNK))
+            for begin, end in (
+                *PIECES,
+                *((edge - 4, edge + 8) for edge in EDGES if edge >= CHUNK),
+                *((edge, edge + 1) for edge in EDGES),  # one token, with a block for itself
+            )
             if end <= most
         ]
         source = live.random("scores")
@@ -279,7 +388,9 @@ class LengthClauses:
                 last = len(tokens) - 1
                 near = {k for k in range(last) if (len(prompt) + k) % 16 in (0, 1, 15)}
                 given = scores[i] if scores else live.score(prompt, tokens)
-                live.expect.scores(given, prompt, tokens, places=sorted({0, 1, *near, last}))
+                live.expect.scores(
+                    given, prompt, tokens, places=sorted({0, min(1, last), *near, last})
+                )
                 if turn == 1:
                     live.check_row(prompt, how="after a continuation was scored")
             live.lm.clear_cache()
@@ -288,6 +399,10 @@ class LengthClauses:
 class ContinuationClauses:
     """Continuations of hundreds of tokens."""
 
+    @advise(
+        "a buffer of drawn or scored tokens that is full, or the token before a stop",
+        "several_stop_tokens",
+    )
     def test_long_continuations(self, live: Subject) -> None:
         """Continuations of up to 500 tokens score what the cold rows say; drawn ones have all their
         tokens, each the most likely one; and contexts go on from them."""

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
+from collections.abc import Callable, Iterator
 
-import pytest
 from attrs import frozen
 
+from genlm.conformance.advice import advise
 from genlm.conformance.compare import Violation, brief, check
 from genlm.conformance.driver import Outcome, started
 from genlm.conformance.model import STARTS, imported
@@ -37,6 +39,13 @@ find_backend(sys.argv[1]).info()
 print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
 """
 
+
+#: How many draws are made between two looks at memory.
+DRAWS = 40
+
+#: What is not a leak: bytes of objects that are kept of some hundred requests, such as those that
+#: the suite itself keeps.
+GROWTH = 4 << 20
 
 #: The part of the patience within which what a closed model leaves has to be gone.
 SETTLES = 1 / 12
@@ -79,9 +88,29 @@ def alive() -> Alive:
     return Alive(sum(storages.values()), threads, files)
 
 
+@contextlib.contextmanager
+def _traced_memory() -> Iterator[Callable[[], int]]:
+    """Inside the block, a function that says how many bytes Python and NumPy have taken in it and
+    not given back."""
+
+    def now() -> int:
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    ours = not tracemalloc.is_tracing()
+    if ours:
+        tracemalloc.start()
+    try:
+        yield now
+    finally:
+        if ours:
+            tracemalloc.stop()
+
+
 class LifecycleClauses:
     """Import, close."""
 
+    @advise("state, weights or a process at module level", "nothing_is_left_after_close")
     def test_two_models_in_one_process(self, live: Subject) -> None:
         """Two more models of the same backend draw differently without a seed, keep their own
         adapters and state, and one closes without a trace on the others."""
@@ -90,9 +119,7 @@ class LifecycleClauses:
         live.cold(prompt)
         names = live.loras[:2]
         with contextlib.ExitStack() as stack:
-            models = [
-                stack.enter_context(contextlib.closing(self._further(live))) for _ in range(2)
-            ]
+            models = [stack.enter_context(contextlib.closing(live.another())) for _ in range(2)]
             drawn = [live.run(lm.sample(prompt, length, [], temperature=100.0)) for lm in models]
             check(
                 drawn[0] != drawn[1],
@@ -128,23 +155,40 @@ class LifecycleClauses:
         live.lm.clear_cache()
         live.check_row(prompt, how="after two other models were closed")
 
+    @advise(
+        "a list or a dictionary of requests, rows or states that nobody empties",
+        "removed_adapters_leave_nothing",
+        capability="memory",
+    )
     def test_nothing_grows(self, live: Subject) -> None:
         """After ``clear_cache`` and ``clear_kv_cache``, as many bytes of tensors, threads and open
         files are there as before the same amount of work."""
         contexts = live.contexts.many(live.scaled(200, 90))
         third = len(contexts) // 3
         row = len(live.lm.byte_vocab) * 4
-        left: list[Alive] = []
-        for turn in range(3):
-            live.gather(contexts[turn * third : (turn + 1) * third])
-            live.sample(contexts[0], 3, seed=0)
-            live.lm.cache_kv(contexts[turn])
-            live.model.clear()
-            if turn:  # what the first one leaves may be made once
-                left.append(alive())
-        before, after = left
-        after.check(before, third * row / 2, f"are left of {third} rows, after both clears")
+        left: list[tuple[Alive, int]] = []
+        with _traced_memory() as traced:
+            for turn in range(3):
+                live.gather(contexts[turn * third : (turn + 1) * third])
+                live.samples([contexts[0]] * DRAWS, 3, seed=0)
+                live.lm.cache_kv(contexts[turn])
+                live.model.clear()
+                if turn:  # what the first one leaves may be made once
+                    left.append((alive(), traced()))
+        (before, held), (after, held_then) = left
+        work = f"of {third} rows and {DRAWS} draws, after both clears"
+        after.check(before, third * row / 2, f"are left {work}")
+        grown = held_then - held
+        check(
+            grown < GROWTH,
+            f"{grown} bytes of Python objects and NumPy arrays are left {work}",
+        )
 
+    @advise(
+        "weights, threads or files of a removed adapter are still referred to",
+        "nothing_grows",
+        capability="memory",
+    )
     def test_removed_adapters_leave_nothing(self, live: Subject) -> None:
         """An adapter that is bound, asked for a row and removed again and again leaves no tensors,
         threads or open files."""
@@ -171,12 +215,18 @@ class LifecycleClauses:
         most = max(2 * (bound.tensors - before.tensors), 3 * row)
         alive().check(before, most, "are left of 6 adapters that were removed")
 
+    @advise(
+        "genlm_close does not end threads and processes, or something at module level refers to "
+        "the engine",
+        "nothing_grows",
+        capability="memory",
+    )
     def test_nothing_is_left_after_close(self, live: Subject) -> None:
         """A model that has been used and closed leaves no tensors, threads or open files."""
         contexts = live.contexts.many(30)
 
         def use() -> None:
-            lm = self._further(live)
+            lm = live.another()
             lm.batch_next_token_logprobs_sync(contexts)
             live.run(lm.sample(contexts[0], 3, [], seed=0))
             lm.cache_kv(contexts[1])
@@ -202,20 +252,11 @@ class LifecycleClauses:
                 return check_what_is_left()
         check_what_is_left()
 
-    def _further(self, live: Subject) -> AsyncLM:
-        """Another model of the backend. One that refuses it, and says so, is not tested for it."""
-        if not live.suite.second_model:
-            pytest.skip(
-                "this class says that there is no room for a second model (second_model = False)"
-            )
-        try:
-            return live.model.loaded(live.suite.load)
-        except Exception as error:
-            pytest.skip(
-                "the backend refuses another model while one is open "
-                f"({type(error).__name__}: {error!s:.100})"
-            )
-
+    @advise(
+        "genlm_close waits for requests that nobody steps any more",
+        "death_of_the_engines_processes",
+        capability="closing",
+    )
     def test_close_fails_what_is_pending(self, live: Subject) -> None:
         """``close`` answers every waiting caller with ``ModelClosedError`` and returns, also where
         the engine has requests in its hands; they may end."""
@@ -249,6 +290,7 @@ class LifecycleClauses:
         if not isinstance(taken, ModelClosedError):
             live.expect.row(taken, stem[:2], how="in the engine's hands when the model was closed")
 
+    @advise("genlm_load does not call genlm.core.options.refuse_unknown")
     def test_unknown_option_is_refused(self, live: Subject) -> None:
         """An option that the backend does not have is refused before the model is loaded."""
         other = copy.copy(live.suite)
@@ -261,6 +303,7 @@ class LifecycleClauses:
             lm.close()
             raise Violation("the option no_such_option=1 was accepted")
 
+    @advise("the plugin module imports the engine at its top; import it in genlm_load")
     def test_import_of_plugin_imports_no_engine(self, live: Subject) -> None:
         """Importing the plugin module and asking what the backend is imports no engine and no
         tensor library."""

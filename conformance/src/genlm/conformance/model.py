@@ -13,6 +13,7 @@ from genlm.conformance.compare import Violation
 from genlm.conformance.declaration import Declaration
 from genlm.conformance.driver import Awaited, Driver
 from genlm.conformance.gate import EngineGate
+from genlm.conformance.settings import Settings
 from genlm.core.errors import BackendNotFoundError, EngineDeadError
 from genlm.core.lm import AsyncLM
 from genlm.core.plugins import Backend, find_backend
@@ -49,6 +50,8 @@ class Model:
         self.is_clean = False
         #: The last commands to the engine's key/value state, where genlm-kit plans it here.
         self.commands = history.keep()
+        #: What the process had when this was made.
+        self._settings = Settings.now()
         self._driver = driver
         self._lm: AsyncLM | None = None
         self._broken: Exception | None = None
@@ -93,6 +96,15 @@ class Model:
         lm = self._driver.wait(self._driver.thread(load), "loading the model", times=LOADING)
         return cast(AsyncLM, Awaited(lm, self._driver))
 
+    def told(self) -> str:
+        """What happened to it before a failure, as the end of a message."""
+        return self._driver.told()
+
+    @property
+    def changed_settings(self) -> list[str]:
+        """What is other in the process than before the model was loaded for the first time."""
+        return Settings.now().changes(self._settings)
+
     @property
     def rows(self) -> int:
         """How many rows it has computed; 0 where none is open."""
@@ -116,6 +128,7 @@ class Model:
                 if self.bound.get(name) != path:
                     self.bind(name, name)
         self.clear()
+        self._driver.story.clear()
 
     def clear(self) -> None:
         """Clear the rows and the key/value state."""

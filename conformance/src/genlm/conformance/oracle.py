@@ -78,7 +78,7 @@ class Oracle:
         row = answered(row, what, self._model.together)
         self.deviation = max(self.deviation, deviation(row, expected))
         found = difference(row, expected, self.atol)
-        check(found is None, f"{what}: {found}{self._model.together}{self._moved()}")
+        check(found is None, f"{what}: {found}{self._model.together}{self._before()}")
 
     def scores(
         self,
@@ -108,7 +108,8 @@ class Oracle:
         near = abs(score - expected) <= TOP_FACTOR * self.atol * max(1.0, abs(expected))
         check(  # two infinities are equal, and not near
             score == expected or near,
-            f"{what} scores {score:.6g}, its row has {expected:.6g}{self._moved()}",
+            f"{what} has the wrong score: {score:.6g}, where the cold row of the tokens before it "
+            f"has {expected:.6g}{self._before()}",
         )
 
     def greedy(
@@ -128,9 +129,12 @@ class Oracle:
             what = f"{brief(prompt)}{with_adapter(adapter)} {how} draws {brief(drawn)}"
             check(
                 behind <= TOP_FACTOR * self.atol,
-                f"{what}: token {drawn[i]} at {i} is {behind:.3g} (log) behind the most likely",
+                f"{what}: token {drawn[i]} at {i} is not the most likely one: its log-probability "
+                f"is {behind:.3g} lower{self._before()}",
             )
 
-    def _moved(self) -> str:
+    def _before(self) -> str:
+        """What happened before something that is wrong."""
         last = "\n    ".join(self._model.commands)
-        return f"\n  the last commands of the planner:\n    {last}" if last else ""
+        planned = "\n  the last commands of genlm.kit.kv's planners in this process:\n    "
+        return self._model.told() + (f"{planned}{last}" if last else "")

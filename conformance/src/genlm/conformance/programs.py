@@ -1,6 +1,14 @@
 """Random programs, through the hooks of an engine: contexts that go on, fork, are cut, share a
 prompt or are new; draws and scores of them; kept state and adapters that come and go. Every answer
-is compared."""
+is compared.
+
+There are two random testers, by intent. A program calls hooks itself, one after the other, and what
+it asks follows from what was answered: contexts go on from drawn tokens, for thousands of steps. So
+it cannot be made simpler, and reaches states that no list of requests does. A schedule
+(:mod:`genlm.conformance.schedule`) asks a model through the core, with callers that leave and
+adapters that move; it draws from a fixed list of requests, whose result alone is asked once, and
+Hypothesis makes it simpler. One generator for both would lose either the simplification or the
+contexts that follow from answers."""
 
 from __future__ import annotations
 

@@ -99,6 +99,8 @@ class Report:
         total, failed, skipped = len(self.verdicts), len(self.failed), len(self.skipped)
         seconds = sum(verdict.seconds for verdict in self.verdicts)
         outcome = "conforms" if self.conforms else "DOES NOT CONFORM"
+        if excused := self.setting.get("excused"):
+            outcome += f" (excused from: {excused})"
         return (
             f"{self.backend} {outcome}: {total} clauses, {total - failed - skipped} passed, "
             f"{skipped} skipped, {failed} failed, in {seconds:.0f} s{self._longest()}"
@@ -224,6 +226,7 @@ def _setting(suite: OneModel, subject: Subject) -> dict[str, str]:
         "tolerance": f"{suite.atol:g}",
         "effort": f"{suite.effort:g}",
         "seed": str(suite.seed),
+        **({"excused": ", ".join(suite.excused)} if suite.excused else {}),
     }
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from genlm.conformance.advice import advise
 from genlm.conformance.compare import brief, check, with_adapter
 from genlm.conformance.properties import for_all
 from genlm.conformance.subject import Subject
@@ -27,6 +28,7 @@ TWO_BYTES = "".join(map(chr, range(0x80, 0x800)))
 class RowClauses:
     """What a row is, and what its tokens are."""
 
+    @advise("token_bytes() of the tokenizer, or the decoding of byte tokens such as <0x0A>")
     def test_bytes_of_text(self, live: Subject) -> None:
         """The bytes of ``encode(text)`` joined are the text, over printable ASCII and characters of
         two bytes. (Set ``text_is_normalised`` where the tokenizer changes text.)"""
@@ -50,6 +52,10 @@ class RowClauses:
                 f"the tokens of {text[:20]!r}... have the bytes {found[:40]!r}...",
             )
 
+    @advise(
+        "logits without log_softmax, or a log_softmax in a type shorter than float32",
+        "engine_keeps_its_contract",
+    )
     def test_row_is_normalised(self, live: Subject) -> None:
         """``logsumexp(row) == 0`` within 1e-4, and no number is nan or infinite (``-inf`` is no
         mass at all)."""
@@ -66,6 +72,11 @@ class RowClauses:
                 mass = float(row.detach().double().logsumexp(dim=0))
                 check(abs(mass) <= NORMALISATION, f"{way}: logsumexp(row) is {mass:.6g}")
 
+    @advise(
+        "cold queries read state that other requests left",
+        "warm_row_equals_cold_row",
+        "dropped_state",
+    )
     def test_cold_row_is_repeatable(self, live: Subject) -> None:
         """The oracle itself: a context's cold row is the same, whatever was asked before."""
 
@@ -78,6 +89,11 @@ class RowClauses:
                 live.expect.same(again, row, f"the context {brief(context)}, cold once more")
                 live.expect.row(again, context, how="cold once more")
 
+    @advise(
+        "the model is loaded otherwise than by its reference: dtype, rotary embedding, a "
+        "softcap, a window, an adapter's scale",
+        "row_depends_on_every_token",
+    )
     def test_cold_rows_are_the_reference(self, live: Subject) -> None:
         """Where the class gives rows that were computed without the backend, the cold rows agree
         with them, up to the longest context, and with adapters."""
@@ -104,6 +120,7 @@ class RowClauses:
             )
             live.expect.same(live.cold(context, name), row, f"{what}, cold, and the reference")
 
+    @advise("the hook returns another shape, dtype or count than hookspecs.py says")
     def test_engine_keeps_its_contract(self, live: Subject) -> None:
         """What the hooks themselves return, before the core touches it: number, shape, type,
         values, mass."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import strategies as st
 
+from genlm.conformance.advice import advise
 from genlm.conformance.agreement import (
     expect_frequencies,
     expect_same_draw,
@@ -17,7 +18,7 @@ from genlm.conformance.agreement import (
     single_tokens,
     steady,
 )
-from genlm.conformance.compare import TOP_FACTOR, brief, check
+from genlm.conformance.compare import TOP_FACTOR, Violation, brief, check
 from genlm.conformance.properties import for_all
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
@@ -34,6 +35,12 @@ SEEDS = st.integers(0, 1 << 32)
 class SamplingClauses:
     """Draws come from the rows, by a seed or none."""
 
+    @advise(
+        "one generator for a whole batch, a seed that depends on the place in it, or seed=0 "
+        "taken for none",
+        "draws_are_separate",
+        capability="seeds",
+    )
     def test_seed_fixes_the_draw(self, live: Subject) -> None:
         """A seeded continuation is the same alone, again, gathered with others, and as the first of
         a batch; 0 is a seed as others are."""
@@ -62,6 +69,9 @@ class SamplingClauses:
             beside = f"{last} or {again} second in a batch, beside others"
             expect_same_draw(last, again, f"{what} {beside}")
 
+    @advise(
+        "all places of a batch have one stream, or there is no fresh entropy", "seed_fixes_the_draw"
+    )
     def test_draws_are_separate(self, live: Subject) -> None:
         """Without a seed every draw is a draw of its own; with one every place in a batch has its
         own stream."""
@@ -71,6 +81,10 @@ class SamplingClauses:
             what = f"four draws of six tokens in a batch at temperature 100, seed={seed}"
             check(len(set(map(tuple, drawn))) > 1, f"{what}: all {drawn[0]}")
 
+    @advise(
+        "each token's generator is seeded anew, with seeds that are alike",
+        "long_draws_do_not_repeat",
+    )
     def test_successive_tokens_are_independent(self, live: Subject) -> None:
         """Draws of two tokens, with seeds one after the other: all pairs come at the frequencies
         that the rows give them."""
@@ -88,6 +102,10 @@ class SamplingClauses:
         what = f"{count} draws of two tokens after {brief(prompt)}, with seeds from 0"
         expect_frequencies(what, [ids for ids in drawn if ids in mass], mass)
 
+    @advise(
+        "a seed sets a generator that other draws take numbers from",
+        "seeded_draw_sets_no_generator",
+    )
     def test_unseeded_after_seeded(self, live: Subject) -> None:
         """A seed fixes one draw, and none of those without a seed that follow it or are beside
         it."""
@@ -109,6 +127,10 @@ class SamplingClauses:
             f"beside a seeded draw, unseeded ones repeat: {list(map(brief, free))}",
         )
 
+    @advise(
+        "temperature=0 is a low temperature, or draft tokens are accepted unseen",
+        "tiny_temperature_is_greedy",
+    )
     def test_temperature_zero_is_argmax(self, live: Subject) -> None:
         """At temperature 0 every token is a most likely one of its row (within the tolerance)."""
 
@@ -116,6 +138,9 @@ class SamplingClauses:
         def temperature_zero_is_argmax(prompt: TokenIds) -> None:
             live.expect.greedy(live.sample(prompt, 4, temperature=0.0), prompt)
 
+    @advise(
+        "an option is not passed on, or a tiny top_p is 0 in half precision", "options_together"
+    )
     def test_top_k_and_top_p(self, live: Subject) -> None:
         """``top_k=1`` and a tiny ``top_p`` leave the most likely token, ``top_k=5`` the five most
         likely."""
@@ -133,6 +158,11 @@ class SamplingClauses:
                 f"{list(prompt)} with top_k=5 drew token {token_id}, not one of the five",
             )
 
+    @advise(
+        "a stop token is tested as a truth value, or looked for in a table that is one too short",
+        "every_token_stops",
+        "options_together",
+    )
     def test_first_and_last_token_stop(self, live: Subject) -> None:
         """The first token of the vocabulary and the last one stop a draw as others do: at a
         temperature at which they come up, no draw contains its stop token."""
@@ -151,8 +181,19 @@ class SamplingClauses:
                 )
                 if stopped := any(len(ids) < length for ids in drawn):
                     break
-            check(stopped, f"token {stop} stopped none of {3 * count} draws of {length} tokens")
+            if not stopped:
+                free = live.run(live.lm.batch_sample(prompts, length, [], temperature=1000.0))
+                never = f"token {stop} stopped none of {3 * count} draws of {length} tokens"
+                comes = any(stop in ids for ids in free)
+                raise Violation(
+                    f"{never} at temperature 1000, and comes up in draws without stop tokens"
+                    if comes
+                    else f"{never} at temperature 1000, nor does it come up in {count} draws "
+                    "without stop tokens: draws are not from the whole row; they may have the "
+                    "top_k, top_p or temperature of other requests"
+                )
 
+    @advise("a block of random numbers is used again", "successive_tokens_are_independent")
     def test_long_draws_do_not_repeat(self, live: Subject) -> None:
         """The random numbers of one draw are independent: where every token is about as likely as
         any other, those at a distance are not the same, at any distance."""
@@ -170,6 +211,7 @@ class SamplingClauses:
                     f"{same} of {len(pairs)} tokens are the same as {lag} before",
                 )
 
+    @advise("the count includes the stop token or the prompt's last one", "draws_of_full_length")
     def test_max_tokens(self, live: Subject) -> None:
         """Without stop tokens a continuation has exactly ``max_tokens`` tokens; 0 gives none."""
 
@@ -180,6 +222,11 @@ class SamplingClauses:
             known = range(live.contexts.vocab_size)
             check(all(token_id in known for token_id in drawn), f"{drawn} is not all in {known}")
 
+    @advise(
+        "draws are from other logits than the rows, or the temperature is applied twice or cut off",
+        "options_together",
+        "large_temperature_is_flat",
+    )
     def test_frequencies_agree_with_rows(self, live: Subject) -> None:
         """The frequencies of drawn tokens are those of the cold row, at temperature 1 and others (a
         chi-squared test)."""
@@ -191,6 +238,11 @@ class SamplingClauses:
             what = f"{count} draws after {list(prompt)} at temperature {temperature}"
             expect_frequencies(what, drawn, single_tokens(mass))
 
+    @advise(
+        "the order is temperature, top_k, top_p; or options are those of another request of the "
+        "batch",
+        "frequencies_agree_with_rows",
+    )
     def test_options_together(self, live: Subject) -> None:
         """Temperature, then ``top_k``, then ``top_p`` of what remains: the draws are among the
         tokens that are left, at their frequencies."""
@@ -226,6 +278,7 @@ class SamplingClauses:
             if among:
                 expect_frequencies(what, among, single_tokens(sure / sure.sum()))
 
+    @advise("there is room for few stop tokens", "every_token_stops", capability="seeds")
     def test_several_stop_tokens(self, live: Subject) -> None:
         """Of several stop tokens each ends the draw where it first comes, those that never come end
         nothing."""
@@ -251,6 +304,9 @@ class SamplingClauses:
             found = f"{what} {sorted({*stops, *others})} {stopped}"
             expect_same_draw(stopped, free[:first], found)
 
+    @advise(
+        "the model's own end-of-sequence token stops, also where it is not listed", "max_tokens"
+    )
     def test_draws_of_full_length(self, live: Subject) -> None:
         """Without stop tokens nothing stops, at a temperature at which every token comes up."""
         count = live.scaled(200, 60)
@@ -263,6 +319,11 @@ class SamplingClauses:
                 "`stop_token_ids` stop, and not the model's own end-of-sequence token",
             )
 
+    @advise(
+        "steps after the first are computed without the adapter, or what a draw leaves is kept "
+        "without it",
+        "adapters_in_turn",
+    )
     def test_adapter_in_sampling(self, live: Subject) -> None:
         """A continuation is drawn with its adapter: greedy ones follow the adapter's rows, and
         leave no state that serves another."""
@@ -277,8 +338,10 @@ class SamplingClauses:
         prompt = live.contexts.long(min(60, live.contexts.limit - 8), 4)
         for name in reversed(names):
             drawn = live.sample(prompt, 8, temperature=0.0, lora_name=name)
-            for other in names:
-                live.check_row((*prompt, *drawn), other, how=f"after {name!r} drew it")
+            for end in range(1, len(drawn) + 1):
+                for other in [other for other in names if other != name or end == len(drawn)]:
+                    how = f"of which {name or 'the base model'!r} drew the last {end} tokens"
+                    live.check_row((*prompt, *drawn[:end]), other, how=how)
 
 
 def _left(

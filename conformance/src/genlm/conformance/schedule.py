@@ -1,5 +1,6 @@
 """Schedules: requests of every kind that arrive, leave and meet, on a clock that counts the calls
-of the engine. Each must get what it gets alone."""
+of the engine. Each must get what it gets alone. (Why :mod:`genlm.conformance.programs` is another
+random tester is said there.)"""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from attrs import define, frozen
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from genlm.conformance.advice import advise
 from genlm.conformance.agreement import MovedDraw, for_each_seed
 from genlm.conformance.compare import Violation
 from genlm.conformance.declaration import Declaration
@@ -109,6 +111,12 @@ CROWDS: tuple[Sequence[Event], ...] = (
 class ScheduleClauses:
     """Requests in flight do not disturb each other."""
 
+    @advise(
+        "a place, a block or a generator of a dropped request goes to another with what was in it",
+        "cancelled_requests_give_their_places_back",
+        "dropped_under_one_adapter",
+        capability="cancelling",
+    )
     def test_cancelled_requests_leave_nothing(self, live: Subject) -> None:
         """Hundreds of draws that have begun, and of long prompts and scores that are half computed,
         are cancelled beside others, and then the same and others are asked: all give what they give
@@ -122,6 +130,12 @@ class ScheduleClauses:
         if live.effort >= 1:  # minutes on a slow engine
             check_schedule(live, _leaving_alone("scores", 71))
 
+    @advise(
+        "requests that are in flight together share a place, a block, an option or a generator",
+        "scores_together",
+        "adapters_in_one_batch",
+        "seed_fixes_the_draw",
+    )
     def test_requests_on_a_schedule(self, live: Subject) -> None:
         """Rows, draws and scores of all lengths, options and adapters arrive alone and in bursts,
         some leave, and adapters change in between: each of them gives what it gives alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from genlm.conformance.advice import advise
 from genlm.conformance.compare import check
 from genlm.conformance.contexts import BATCHES
 from genlm.conformance.properties import for_all
@@ -14,6 +15,11 @@ from genlm.core.types import TokenIds
 class StateClauses:
     """A row depends neither on its companions nor on what is kept."""
 
+    @advise(
+        "requests are sorted or grouped for a batch, and the rows are not put back",
+        "large_batch",
+        "adapters_in_one_batch",
+    )
     def test_batch_answers_in_order(self, live: Subject) -> None:
         """Row ``i`` of a batch is the cold row of context ``i``: any order, any lengths, with
         duplicates, in one call and gathered from coroutines of their own."""
@@ -26,6 +32,9 @@ class StateClauses:
             live.lm.clear_cache()
             live.check_rows(contexts, how=f"gathered with {len(contexts) - 1} others")
 
+    @advise(
+        "batches beyond a size are cut, padded or computed in another way", "batch_answers_in_order"
+    )
     def test_large_batch(self, live: Subject) -> None:
         """Batches of many sizes up to 300, of contexts of unequal lengths, and of none at all: each
         row is its context's."""
@@ -42,6 +51,11 @@ class StateClauses:
             f"no contexts give shape {tuple(nothing.shape)}",
         )
 
+    @advise(
+        "contexts are told apart by their ends, or requests of a batch by what follows a shared "
+        "prefix",
+        "equal_ends_behind_different_beginnings",
+    )
     def test_same_tail_under_different_prefixes(self, live: Subject) -> None:
         """Contexts that end alike and begin differently stay different, their prefixes pinned or
         not."""
@@ -60,6 +74,11 @@ class StateClauses:
             contexts = [prefix + tail for prefix in prefixes]
             live.check_rows(contexts, how="together with others of the same tail")
 
+    @advise(
+        "state that is kept is not that of the same tokens, or is read in another precision",
+        "extended_context",
+        "dropped_state",
+    )
     def test_warm_row_equals_cold_row(self, live: Subject) -> None:
         """Asked again, from the row cache or with what the engine has kept of it, a context has its
         cold row."""
@@ -73,6 +92,11 @@ class StateClauses:
             for context in contexts:
                 live.check_row(context, how="asked again without the row cache")
 
+    @advise(
+        "the position of a new token is not the number of tokens before it, or state is kept of "
+        "too many tokens",
+        "contexts_grow_across_every_length",
+    )
     def test_extended_context(self, live: Subject) -> None:
         """A context that grows token by token has its cold row at every length."""
 
@@ -82,6 +106,11 @@ class StateClauses:
                 grown = context + tokens[:end]
                 live.check_row(grown, how=f"after {end} extensions")
 
+    @advise(
+        "state is written in place that another context still reads",
+        "growing_particles",
+        "forks_at_every_length",
+    )
     def test_forked_contexts(self, live: Subject) -> None:
         """Contexts that fork from a shared stem do not disturb each other, nor the stem."""
 
@@ -98,6 +127,11 @@ class StateClauses:
             live.lm.clear_cache()
             live.check_row(stem, how="after others had forked from it")
 
+    @advise(
+        "a pin changes state that is shared, or pinning again is refused; the core pins again "
+        "after a failed call",
+        "prompt_pinned_twice_is_cleared_once",
+    )
     def test_pinned_prefix(self, live: Subject) -> None:
         """Contexts that begin with a pinned prefix have their cold rows, again and again, and so
         has the prefix; also when it is pinned again."""
@@ -113,6 +147,10 @@ class StateClauses:
                 live.lm.cache_kv(prefix)  # again, as the core does after a failed call
                 live.check_row(prefix + tail, how=f"with the prefix {list(prefix)} pinned")
 
+    @advise(
+        "clear_kv_cache drops the state, and not the index that finds it",
+        "warm_row_equals_cold_row",
+    )
     def test_dropped_state(self, live: Subject) -> None:
         """After ``clear_kv_cache`` contexts have their cold rows, those behind pinned prefixes
         too."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import pytest
 
+from genlm.conformance.advice import check_excuses
 from genlm.conformance.compare import ROUNDING, brief, with_adapter
 from genlm.conformance.contexts import EDGES, Contexts
 from genlm.conformance.declaration import Declaration
@@ -42,6 +43,7 @@ class Subject(Driver):
 
     def __init__(self, suite: Declaration) -> None:
         super().__init__(suite.patience)
+        check_excuses(suite.excused)
         self.suite = suite
         self.until = time.monotonic() + suite.deadline * max(1.0, suite.effort)
         self.effort, self.seed = suite.effort, suite.seed
@@ -72,6 +74,7 @@ class Subject(Driver):
         if self.is_late:
             raise self.late("this clause had not begun")
         self.model.is_clean = False
+        self.story.clear()
         self.expect.deviation = 0.0
         return self
 
@@ -135,6 +138,21 @@ class Subject(Driver):
         if not self.lm.supports(hook):
             pytest.skip(f"the engine does not implement {hook}")
 
+    def another(self) -> AsyncLM:
+        """Another model of the backend, which the clause closes. Skip the clause where there is no
+        room for it, or the backend refuses it and says so."""
+        if not self.suite.second_model:
+            pytest.skip(
+                "this class says that there is no room for a second model (second_model = False)"
+            )
+        try:
+            return self.model.loaded(self.suite.load)
+        except Exception as error:
+            pytest.skip(
+                "the backend refuses another model while one is open "
+                f"({type(error).__name__}: {error!s:.100})"
+            )
+
     def needs_adapters(self, least: int = 1) -> list[str]:
         """The names of the adapters; skip the clause where there are fewer than ``least``."""
         self.needs("genlm_add_lora")
@@ -146,7 +164,10 @@ class Subject(Driver):
         return list(self.adapters)
 
     def needs_little_rounding(self) -> None:
-        """Skip the clause where rounding may be so large that it changes draws."""
+        """Skip the clause where rounding may be so large that it changes draws, or the engine is
+        excused from seeds."""
+        if "seeds" in self.suite.excused:
+            pytest.skip(f"excused from 'seeds': {self.suite.excused['seeds']}")
         if self.expect.atol > ROUNDING:
             pytest.skip(
                 f"rounding of this size (atol={self.expect.atol:g}) may change a draw; run it in "

@@ -7,13 +7,17 @@ from typing import ClassVar
 import pytest
 
 from genlm.conformance.adapters import AdapterClauses, AdapterFileClauses
+from genlm.conformance.capacity import CapacityClauses
 from genlm.conformance.compare import check
 from genlm.conformance.contention import ContentionClauses
 from genlm.conformance.declaration import Declaration
+from genlm.conformance.extremes import ExtremeClauses
 from genlm.conformance.faults import FaultClauses
 from genlm.conformance.histories import GrowthClauses, HistoryClauses
+from genlm.conformance.identity import IdentityClauses
 from genlm.conformance.lengths import ContinuationClauses, LengthClauses
 from genlm.conformance.lifecycle import LifecycleClauses
+from genlm.conformance.process import ProcessClauses
 from genlm.conformance.rows import RowClauses
 from genlm.conformance.sampling import SamplingClauses
 from genlm.conformance.schedule import ScheduleClauses
@@ -52,14 +56,18 @@ class OneModel(Declaration):
 class ConformanceSuite(
     LifecycleClauses,
     HistoryClauses,
+    ProcessClauses,
     FaultClauses,
     AdapterFileClauses,
+    ExtremeClauses,
     SamplingClauses,
     AdapterClauses,
+    CapacityClauses,
     GrowthClauses,
     ScheduleClauses,
     ContinuationClauses,
     ContentionClauses,
+    IdentityClauses,
     LengthClauses,
     StateClauses,
     RowClauses,

@@ -1,0 +1,275 @@
+"""Clauses on capacity: what an engine has a number of is given back, and what is full is safe."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from genlm.conformance.advice import advise
+from genlm.conformance.agreement import SMALL_VOCABULARY, steady
+from genlm.conformance.compare import ROUNDING, Violation, check
+from genlm.conformance.driver import Outcome, in_order, started, submitted
+from genlm.conformance.scheduled import MOVING
+from genlm.conformance.subject import Subject
+from genlm.core.types import TokenIds
+
+#: How many times so many requests are cancelled while they are in flight.
+TURNS, AT_ONCE = 6, 64
+
+#: The most tokens of their prompts.
+PROMPT = 100
+
+#: How many draws are made together before and after, and their tokens.
+TOGETHER, DRAWN = 40, 6
+
+#: How many draws, and how many scores, are asked together beside pins.
+SCORES = 6
+
+#: How many times a prompt is pinned before it is cleared.
+PINNED = 8
+
+
+class CapacityClauses:
+    """Places, pins and memory."""
+
+    @advise(
+        "a place is given back when a request ends, and not when it is dropped",
+        "cancelled_requests_leave_nothing",
+        capability="cancelling",
+    )
+    def test_cancelled_requests_give_their_places_back(self, live: Subject) -> None:
+        """Hundreds of requests are cancelled while they are in flight. Afterwards as many run
+        together as before: some draws, or long rows, take no more calls of the engine, and a
+        short one does not wait for a long one."""
+        if not live.lm.supports("genlm_step", "dropped"):
+            pytest.skip("the engine takes nothing back (genlm_step without `dropped`)")
+        contexts = live.contexts
+        live.model.reset()
+        before = self._calls(live, 0)
+        overtook = self._short_overtakes(live)
+        most = min(live.longest, contexts.limit - DRAWN, PROMPT)
+        cancelled = 0
+        for turn in range(live.scaled(TURNS, 3)):
+            draws = turn % 2 == 0
+            prompts = [contexts.long(max(1, most - i % 3), i + turn) for i in range(AT_ONCE)]
+            cancelled += live.drive(self._all_leave(live, prompts, draws))
+        after = self._calls(live, 1)
+        told = (
+            f"{cancelled} requests were cancelled while they were in flight; since then {{}}: the "
+            "places of some were not given back"
+        )
+        wakes = live.lm.supports("genlm_wake")  # such an engine's calls are cut short by chance
+        check(
+            wakes or after <= before + max(2, before // 4),
+            told.format(
+                f"{TOGETHER} draws of {DRAWN} tokens take {after} calls of the engine together, "
+                f"and took {before} before"
+            ),
+        )
+        check(
+            not overtook or self._short_overtakes(live),
+            told.format("a draw of 1 token waits for the end of a longer one, and did not before"),
+        )
+        for row in (contexts.long(3, 2), contexts.long(max(1, most), 5)):
+            live.check_row(row, how=f"after {cancelled} requests were cancelled in flight")
+
+    def _calls(self, live: Subject, turn: int) -> int:
+        """How many calls of the engine some draws take together."""
+        prompts = [live.contexts.long(6 + i, i) for i in range(TOGETHER)]
+        live.lm.clear_cache()
+        begun = len(live.gate.recent_calls)
+        live.run_all(
+            live.lm.sample(prompt, DRAWN, [], seed=100 * turn + i)
+            for i, prompt in enumerate(prompts)
+        )
+        return len(live.gate.recent_calls) - begun
+
+    def _short_overtakes(self, live: Subject) -> bool:
+        """Whether a draw of one token ends before one of many that was asked with it."""
+
+        async def together() -> list[str]:
+            long, short = await started(
+                live.lm.sample(live.contexts.long(3, 1), 2 * DRAWN, [], seed=1),
+                live.lm.sample(live.contexts.long(4, 2), 1, [], seed=2),
+            )
+            return await in_order({"long": long, "short": short})
+
+        return any(live.run(together())[0] == "short" for _ in range(3))
+
+    async def _all_leave(self, live: Subject, prompts: Sequence[TokenIds], draws: bool) -> int:
+        """Ask for all, and cancel all that are not answered when the first call ends."""
+        lm, gone = live.lm, 0
+        asked: list[asyncio.Future[Outcome]] = []
+
+        async def leave() -> None:
+            nonlocal gone
+            for one in asked:
+                gone += not one.done()
+                one.cancel()
+            await submitted()
+
+        async with live.after_each_call(leave):
+            with live.gate.held():
+                asked += await started(
+                    *(
+                        lm.sample(ids, DRAWN, [], seed=i) if draws else lm.next_token_logprobs(ids)
+                        for i, ids in enumerate(prompts)
+                    )
+                )
+            await live.all_done(asked)
+        return gone
+
+    @advise(
+        "pins are counted, and clear_kv_cache gives back one of each prompt; keep pins in a set",
+        "pinned_prefix",
+        capability="pins",
+    )
+    def test_prompt_pinned_twice_is_cleared_once(self, live: Subject) -> None:
+        """A prompt that is pinned several times and cleared once, again and again, is always
+        pinned, and its extensions have their cold rows: what is pinned twice is given back."""
+        live.needs("genlm_cache_prefix")
+        contexts = live.contexts
+        room = min(live.longest, contexts.limit - 1)
+        pins = cleared = 0
+        for length, times in ((min(600, room), live.scaled(12, 6)), (min(5, room), 20)):
+            prompt = contexts.long(length, 3)
+            for _ in range(times):
+                for _ in range(PINNED):
+                    try:
+                        live.lm.cache_kv(prompt)
+                    except Exception as error:
+                        raise Violation(
+                            f"a prompt of {length} tokens cannot be pinned any more, after {pins} "
+                            f"pins and {cleared} calls of clear_kv_cache(), {PINNED} pins of one "
+                            f"prompt before each: what is pinned again is not given back ({error})"
+                        ) from error
+                    pins += 1
+                live.check_row((*prompt, contexts.tokens[0]), how=f"pinned {PINNED} times")
+                live.model.clear()
+                cleared += 1
+            live.check_row((*prompt, contexts.tokens[0]), how="after its pins were cleared")
+
+    @advise(
+        "where memory is short pinned state is evicted, old tokens are dropped, or a request "
+        "that is set back keeps half of its work",
+        "pinned_contexts_are_moved_with_the_others",
+        capability="pins",
+    )
+    def test_contexts_beside_as_many_pins_as_fit(self, live: Subject) -> None:
+        """Prompts are pinned until the engine refuses one, or there are many. Beside them long
+        contexts, their extensions, and draws and scores that are asked together are those of their
+        tokens, or are refused; so are the extensions of what is pinned. After a clear nothing is
+        refused."""
+        live.needs("genlm_cache_prefix")
+        contexts = live.contexts
+        room = min(live.longest, contexts.limit - 4)
+        length = min(600, room)
+        half, draws = max(1, room // 2), self._draws(live, max(1, room // 2))
+        alone = live.run_all(draw() for draw in draws)
+        live.model.clear()
+        pinned: list[TokenIds] = []
+        for i in range(live.scaled(64, 26)):
+            prompt = (contexts.plain[i % len(contexts.plain)], *contexts.long(length, i % 5)[1:])
+            try:
+                live.lm.cache_kv(prompt)
+            except Exception as error:
+                check(bool(str(error)), f"a pin was refused by {type(error).__name__}, silently")
+                break
+            pinned.append(prompt)
+        beside = f"beside {len(pinned)} pinned prompts of {length} tokens"
+        rows: list[tuple[Outcome, TokenIds, str]] = []
+        scores: list[tuple[Outcome, TokenIds, TokenIds]] = []
+        drawn: list[Outcome] = []
+        for tail in (contexts.tokens[:1], contexts.tokens[2:4]):
+            for variant in range(live.scaled(3, 2)):
+                text = contexts.long(room, 6 + variant)
+                for asked in (text, (*text, *tail)):
+                    rows.append((*live.gather([asked]), asked, beside))
+            for prompt in pinned[:: max(1, len(pinned) // 4)]:
+                asked = (*prompt, *tail)
+                rows.append((*live.gather([asked]), asked, f"extending one of them, {beside}"))
+            texts = [contexts.long(room, 6 + i) for i in range(SCORES)]
+            pairs = [(text[:half], text[half:][:40]) for text in texts if room > 1]
+            given = live.run(_outcomes(*(draw() for draw in draws), *_scores(live, pairs)))
+            drawn += given[: len(draws)]
+            scores += [(s, *pair) for s, pair in zip(given[len(draws) :], pairs, strict=True)]
+            live.lm.clear_cache()
+        live.model.clear()  # there may be no room for cold rows beside pins, either
+        for row, context, how in rows:
+            if not isinstance(row, Exception):  # there was no room, and the engine said so
+                live.expect.row(row, context, how=how)
+        for score, prompt, scored in scores:
+            if not isinstance(score, Exception):
+                places = sorted({0, len(scored) // 2, len(scored) - 1})
+                live.expect.scores(score, prompt, scored, places=places, how=beside)
+        moved = [
+            (now, before)
+            for now, before in zip(drawn, alone * 2, strict=True)
+            if not isinstance(now, Exception) and now != before
+        ]
+        few = 0 if len(live.lm.byte_vocab) <= SMALL_VOCABULARY else len(drawn) // 4  # by rounding
+        check(
+            len(moved) <= few,
+            f"{beside} and {SCORES} scores, {len(moved)} of {len(drawn)} seeded draws after {half} "
+            f"tokens are not what they are without them: {moved[:1]}",
+        )
+        for context in (contexts.long(room, 6), *pinned[:1]):
+            live.check_row(context, how=f"after {len(pinned)} pinned prompts were cleared")
+
+    def _draws(self, live: Subject, half: int) -> list[Callable[[], Coroutine[Any, Any, Outcome]]]:
+        """Draws that are made alone, and beside pins; none where rounding may change them."""
+        if live.expect.atol > ROUNDING:
+            return []
+        most = min(live.scaled(24, 16), live.contexts.limit - half)
+        return [
+            functools.partial(
+                live.lm.sample, live.contexts.long(half, i), most, [], seed=i, **steady(live)
+            )
+            for i in range(SCORES)
+        ]
+
+    @advise(
+        "state is freed with its adapter and again by clear_kv_cache, so two contexts get it",
+        "adapters_are_bound_and_pinned_again_and_again",
+        capability="pins",
+    )
+    def test_pins_end_with_their_adapter(self, live: Subject) -> None:
+        """An adapter is bound, prompts are pinned with it, it is removed, and all state is
+        cleared. Then so much is asked that any memory is used again: no two contexts share it."""
+        live.needs("genlm_cache_prefix")
+        name = live.needs_adapters()[0]
+        contexts = live.contexts
+        room = min(live.longest, contexts.limit - 1)
+        for turn in range(2):
+            live.model.bind(MOVING, name)
+            for i in range(3):
+                live.lm.cache_kv(contexts.long(min(100, room), i), lora_name=MOVING)
+                live.lm.cache_kv(contexts.long(min(100, room), i))
+                live.lm.cache_kv((*contexts.long(min(100, room), i), contexts.tokens[i]))
+            live.model.remove(MOVING)
+            if turn:
+                live.lm.cache_kv(contexts.long(min(100, room), 1))
+            live.model.clear()
+        count, length = (30, 300) if live.effort >= 1 else (12, 600)
+        how = "after pins of a removed adapter were cleared"
+        for turn in range(2):
+            many = [contexts.long(min(length, room), turn * count + i) for i in range(count)]
+            live.check_rows(many, how=how)
+            live.lm.clear_cache()
+            for context in many[:: 1 if live.effort >= 1 else 3]:
+                live.check_row((*context, contexts.tokens[turn]), how=f"extended, {how}")
+
+
+def _scores(
+    live: Subject, pairs: Sequence[tuple[TokenIds, TokenIds]]
+) -> list[Coroutine[Any, Any, Outcome]]:
+    return [live.lm.sequence_logprobs(prompt, tokens) for prompt, tokens in pairs]
+
+
+async def _outcomes(*asked: Coroutine[Any, Any, Outcome]) -> list[Outcome]:
+    """What comes of requests that are asked together, exceptions in their places."""
+    return await asyncio.gather(*asked, return_exceptions=True)
