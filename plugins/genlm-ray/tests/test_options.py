@@ -24,6 +24,8 @@ from tools.tiny import write_tokenizer
     [
         ({"replicas": 0}, "replicas must be an integer of at least 1; got 0"),
         ({"replica": 3}, "replica.*did you mean replicas"),
+        ({"hf_opts": {}}, "hf_opts.*one of the inner backend, such as .*, goes in backend_opts"),
+        ({"engine_opts": {}}, "engine_opts.*one of the inner backend.*goes in backend_opts"),
         ({"backend": "ray"}, "cannot be inside"),
         ({"backend": ""}, "backend must be a string, not empty; got ''"),
         ({"backend_opts": [1]}, "backend_opts must be a dict; got [1]"),

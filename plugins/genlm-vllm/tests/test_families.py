@@ -33,6 +33,23 @@ def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert [one.outcome for one in found] == ["right"] * (1 + len(CHANGES[family])), found
 
 
+#: Changes for which a checkpoint has weights that vLLM's class of the family has not.
+LEFT_OUT = {
+    "ernie4_5": ({"use_bias": True}, r"\w_proj\.bias \(14 weights"),
+    "gemma": ({"attention_bias": True}, r"self_attn\.\w_proj\.bias \(8 weights"),
+    "olmoe": ({"attention_bias": True}, r"self_attn\.\w_proj\.bias \(8 weights"),
+    "qwen3": ({"attention_bias": True}, r"self_attn\.o_proj\.bias \(2 weights"),
+}
+
+
+@pytest.mark.parametrize("family", LEFT_OUT)
+def test_weights_that_vllm_would_leave_out_are_refused(family: str, tmp_path: Path) -> None:
+    change, named = LEFT_OUT[family]
+    *_, found = SWEEP.of(family, tmp_path, lambda _: [change])
+    assert (found.changed, found.outcome) == (change, "refused"), found
+    assert re.search(rf"{named} .*vLLM leaves them out of {family}; load it with", found.why), found
+
+
 #: What vLLM cannot do of it.
 REFUSED = {
     "another family's scale": "logit_scale=0.1 of llama: vLLM applies it",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from genlm.core.errors import InvalidOptionError
+from genlm.core.errors import InvalidAdapterError, InvalidOptionError
 from genlm.core.types import Adapter, Query, SamplingParams
+from tests.adapter_kinds import Kind, make_adapter
 
 IDS = tuple(range(1000, 1050))
 
@@ -26,6 +27,18 @@ def test_a_rank_beyond_the_limit_fails_at_once(lora_engine, write_adapter):
     with pytest.raises(Exception, match="rank"):
         lora_engine.genlm_add_lora(wide, lora_engine.genlm_read_lora(wide))
     assert len(lora_engine.ask(Query(IDS))) == 1
+
+
+def test_an_adapter_of_a_fused_layer_is_refused_with_a_way(make_tiny, load_briefly, tmp_path):
+    """GLM-4 has the gate and the rest of an MLP in one layer, where vLLM takes none of it."""
+    folder = make_tiny("Glm4", head_dim=32)
+    kind = Kind("fused", {"r": 4, "target_modules": ["gate_up_proj"]})
+    adapter = Adapter("fused", make_adapter(kind, folder, tmp_path), 1)
+    engine = load_briefly(folder, enable_lora=True, max_lora_rank=8)
+    said = r"vLLM cannot apply .*merge it into the model's weights, or load .*backend='hf'"
+    with pytest.raises(InvalidAdapterError, match=said):
+        engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
+    assert len(engine.ask(Query((1, 2, 3)))) == 1
 
 
 def test_more_adapters_than_vllm_keeps_are_refused(add):

@@ -3,15 +3,19 @@ model is refused by name."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from vllm.model_executor.models.transformers import base
 
 from genlm.core import EngineError, InvalidOptionError, ModelNotFoundError, Query
+from genlm.core.errors import UnsupportedError
+from genlm.vllm import cache_size
 from genlm.vllm.settings import corrections
 from tests.adapter_outcomes import reference_rows
 
@@ -106,6 +110,122 @@ def test_what_the_user_overrides_is_the_configuration(make_tiny):
     assert corrections(folder, {"hf_overrides": whole}) == {}
     with pytest.raises(EngineError, match=f"have a window of {FAR} tokens"):
         corrections(folder, {"max_model_len": -1})
+
+
+def unchanged(config):
+    return config
+
+
+def with_theta(config):
+    config.rope_theta = 500.0
+    return config
+
+
+def windowed(config):
+    config.update({"sliding_window": FAR, "layer_types": MIXED["layer_types"]})
+    return config
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+LONGER = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+#: Family, configuration, options, and the configuration that they mean.
+MEANT = {
+    "theta alone": ("Qwen2", {}, {"hf_overrides": {"rope_theta": 500.0}}, {"rope_theta": 500.0}),
+    "theta by a function": ("Qwen2", {}, {"hf_overrides": with_theta}, {"rope_theta": 500.0}),
+    "scaling": ("Qwen2", {}, {"hf_overrides": {"rope_scaling": LONGER}}, LONGER),
+    "parameters": ("Qwen2", {}, {"hf_overrides": {"rope_parameters": LONGER}}, LONGER),
+    "a function": ("Cohere2", MIXED, {"hf_overrides": unchanged}, {}),
+    "a window by a function": ("Cohere2", SHAPE, {"hf_overrides": windowed}, {}),
+    "by transformers": ("Cohere2", MIXED, {"model_impl": "transformers"}, {}),
+}
+
+
+@pytest.mark.parametrize("how", MEANT)
+def test_options_that_change_the_configuration_are_computed(
+    how, make_tiny, load_briefly, monkeypatch
+):
+    """As a config.json would have it."""
+    # It would change transformers' classes, of which further models are made.
+    monkeypatch.setattr(base, "support_torch_compile", lambda **_: lambda kind: kind)
+    family, config, options, meant = MEANT[how]
+    rope = {} if family == "Cohere2" else {"rope_parameters": PLAIN, "max_position_embeddings": 256}
+    folder = make_tiny(family, **{"head_dim": 32, **config, **rope})
+    settings = AutoConfig.from_pretrained(folder)
+    if meant:
+        settings.rope_parameters = {**PLAIN, **meant}
+    if "hf_overrides" in options and how.endswith("window by a function"):
+        settings = windowed(settings)
+    reference = AutoModelForCausalLM.from_pretrained(
+        folder, config=settings, attn_implementation="eager"
+    )
+    ids = text(1, 41)
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
+    engine = load_briefly(folder, **options)
+    (row,) = engine.ask(Query(ids, cold=True))
+    torch.testing.assert_close(row, expected, atol=2e-3, rtol=0)
+
+
+def test_a_configuration_of_another_folder(make_tiny, tmp_path):
+    """What it says is corrected, and not what the folder of the weights says."""
+    folder = make_tiny("Cohere2", weights=False, **{**MIXED, "sliding_window": 200})
+    AutoConfig.from_pretrained(folder, sliding_window=FAR).save_pretrained(tmp_path)
+    corrected = corrections(folder, {"hf_config_path": str(tmp_path)})
+    assert corrected == {"hf_overrides": {"sliding_window": FAR - 1}}
+
+
+def test_a_function_of_the_configuration_does_not_pass_by_what_is_refused(make_tiny):
+    folder = make_tiny("Olmoe", weights=False, num_experts=4, clip_qkv=2.0)
+    with pytest.raises(EngineError, match=r'clip_qkv=2.0 of olmoe.*backend="hf"'):
+        corrections(folder, {"hf_overrides": unchanged})
+
+
+def test_other_files_beside_the_weights_are_passed_over(make_tiny, load_briefly, tmp_path):
+    """vLLM would read every file of safetensors."""
+    folder = shutil.copytree(make_tiny("Llama"), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    others = {name: torch.randn_like(each) for name, each in weights.items()}
+    for name in ("consolidated", "model.fp16"):
+        save_file(others, folder / f"{name}.safetensors", {"format": "pt"})
+    (expected,) = reference_rows(str(folder), None, [text(1, 9)])
+    (row,) = load_briefly(str(folder)).ask(Query(text(1, 9)))
+    torch.testing.assert_close(row, expected, atol=2e-3, rtol=0)
+
+
+LONG = {"max_position_embeddings": 1 << 17, "num_key_value_heads": 4, "head_dim": 32}
+
+
+def test_contexts_fit_the_cache_that_the_memory_allows(make_tiny, load_briefly, monkeypatch):
+    """The longest takes 256 MiB, half of which may be taken."""
+    folder, sizes = make_tiny("Llama", **LONG), {}
+    monkeypatch.setattr(cache_size, "LEAST", 1 << 20)
+    monkeypatch.setattr(cache_size, "available_memory", lambda: 256 << 20)
+    for name in ("max_model_len", "kv_cache_memory_bytes"):
+        sizes[name] = None
+    with capture_logs() as logs:
+        engine = load_briefly(folder, **sizes)
+    (warning,) = [log for log in logs if log["event"] == "vllm.context_shortened"]
+    assert warning["log_level"] == "warning"
+    assert warning["to"] == engine.max_context
+    assert (1 << 14) < engine.max_context < (1 << 16)
+    (expected,) = reference_rows(folder, None, [text(1, 70)])
+    torch.testing.assert_close(engine.ask(Query(text(1, 70)))[0], expected, atol=2e-3, rtol=0)
+
+
+def test_a_cache_without_room_names_the_options_that_help(make_tiny, load_briefly):
+    folder = make_tiny("Llama", **LONG)
+    said = r"kv_cache_memory_bytes'\] is 1048576, .*max_model_len=4096 .*give a larger kv_cache_mem"
+    with pytest.raises(InvalidOptionError, match=said):
+        load_briefly(folder, max_model_len=4096, kv_cache_memory_bytes=1 << 20)
+
+
+def test_other_weights_for_a_loaded_model_are_explained(make_tiny, load_briefly):
+    """On a CPU, vLLM packs those of the load."""
+    folder = make_tiny("Llama")
+    engine = load_briefly(folder)
+    weights = load_file(Path(folder, "model.safetensors"))
+    with pytest.raises(UnsupportedError, match=r"packed the weights .*to a folder and"):
+        engine.model.load_weights(weights.items())
 
 
 def test_states_of_mamba_are_not_kept_between_blocks_on_a_cpu(make_tiny):

@@ -84,7 +84,7 @@ def test_corrections_reach_the_language_model(tmp_path):
     assert corrected["hf_overrides"] == {"text_config": {"sliding_window": 19}}
     given = {"text_config": {"sliding_window": 30}, "image_token_id": 3}
     corrected = corrections(str(tmp_path), {"hf_overrides": given})
-    assert corrected["hf_overrides"] == given
+    assert corrected["hf_overrides"] == {**given, "text_config": {"sliding_window": 29}}
     assert not corrections(_settings(tmp_path, "AyaVision", text_config=COHERE), {})
 
 

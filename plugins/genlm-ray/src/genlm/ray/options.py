@@ -18,6 +18,9 @@ NAMESPACE = "genlm"
 #: What a replica may ask of its node, and how replicas are placed.
 RESOURCES = ("num_cpus", "num_gpus", "placement")
 
+#: Where options belong that are not Ray's.
+OF_THE_INNER = "one of the inner backend, such as hf_opts or engine_opts, goes in backend_opts"
+
 #: Ray's names for our placements.
 STRATEGIES = {"spread": "SPREAD", "pack": "DEFAULT"}
 
@@ -62,7 +65,8 @@ class RayOptions:
             BackendNotFoundError: the inner backend is not installed here.
             InvalidOptionError: one is unknown or out of range.
         """
-        refuse_unknown("ray", options, [attribute.name for attribute in fields(cls)])
+        known = [attribute.name for attribute in fields(cls)]
+        refuse_unknown("ray", options, known, others=OF_THE_INNER)
         own = cls(**{name: given for name, given in options.items() if given is not None})
         checks.integer("replicas", own.replicas, least=1)
         checks.number("start_timeout", own.start_timeout, "of seconds above 0", lambda n: n > 0)

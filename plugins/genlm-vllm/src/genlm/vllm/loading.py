@@ -16,10 +16,20 @@ from genlm.core.checks import describe_error, integer
 from genlm.core.errors import EngineError, GenlmError, InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.kit import randomness
-from genlm.kit.checkpoints import require_weights
+from genlm.kit.checkpoints import require_all_read, require_weights
 from genlm.kit.memory import is_out_of_memory
-from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
-from genlm.kit.settings import language_part, settings_of, whole_settings_of
+from genlm.kit.model_files import (
+    eos_token_ids,
+    local_folder,
+    require_model,
+    require_tokenizer,
+)
+from genlm.kit.settings import language_part, whole_settings_of
+from genlm.vllm.cache_size import (
+    cache_on_a_cpu,
+    explain_small_cache,
+    warn_of_shorter_contexts,
+)
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.internals import EngineCore, engine_core_here, process_groups
@@ -27,8 +37,9 @@ from genlm.vllm.lora import LoraEngine
 from genlm.vllm.options import Options, check_engine_opts
 from genlm.vllm.rows import LocalRows, Rows, WorkerRows
 from genlm.vllm.sessions import Sessions
-from genlm.vllm.settings import corrections, on_a_cpu
+from genlm.vllm.settings import Configuration, corrections, on_a_cpu
 from genlm.vllm.streams import EngineStream
+from genlm.vllm.weights import explain_repacked_weights, watched
 
 log = get_logger()
 
@@ -58,8 +69,10 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     chosen = Options.read(options)
     check_engine_opts(chosen.engine_opts)
     require_model(model, ("config.json", "params.json", "*.gguf"))
+    configuration = Configuration.read(model, chosen.engine_opts)
+    configured = configuration and configuration.settings
     if chosen.engine_opts.get("load_format") != "dummy":
-        require_weights(model, settings_of(model, chosen.engine_opts.get("revision")))
+        require_weights(model, configured)
     _heed_float32(chosen.engine_opts)
     import vllm
 
@@ -75,24 +88,33 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
         settings = (
             _defaults()
             | dict(chosen.engine_opts)
+            | (cache_on_a_cpu(configured, chosen.engine_opts) if on_a_cpu() else {})
             | corrections(model, chosen.engine_opts)
             | _spare_slot(chosen.engine_opts)
             | _row_hooks(chosen.engine_opts, store if local else None)
         )
         with _explained(model):
             try:
-                llm = vllm.LLM(model, **settings)
-            except Exception:
+                with watched():
+                    llm = vllm.LLM(model, **settings)
+            except Exception as error:
+                explain_small_cache(error, settings)
                 folder = chosen.engine_opts.get("tokenizer") or model
                 require_tokenizer(folder, "engine_opts={'tokenizer': ...}")
                 raise
         core = EngineCore(llm, stream)
     rows: Rows = LocalRows(store, core.device_type) if local else WorkerRows(core)
+    warn_of_shorter_contexts(core.max_model_len, configured, settings)
     engine = _engine(llm, core, rows, chosen)
     given = chosen.engine_opts
     engine.eos_token_ids = eos_token_ids(model, given.get("revision"), given.get("download_dir"))
     try:
         with _explained(model):
+            unread = rows.unread_weights(engine.model)
+            folder = local_folder(model, given.get("revision"), given.get("download_dir"))
+            require_all_read(unread, model, folder, configured, "vLLM")
+            if local:
+                explain_repacked_weights(engine.model)
             engine.prove()
     except BaseException:
         core.shutdown()
@@ -179,9 +201,8 @@ def _defaults() -> dict[str, Any]:
     }
     if on_a_cpu():
         # A partial block is not found again after its request has gone, so blocks are small.
-        # Compiling takes minutes and gains little. By default vLLM would take most of the machine's
-        # memory.
-        settings |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2 << 30}
+        # Compiling takes minutes and gains little.
+        settings |= {"enforce_eager": True, "block_size": 32}
     return settings
 
 

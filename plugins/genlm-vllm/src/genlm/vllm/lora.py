@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from genlm.core.errors import InvalidAdapterError, InvalidOptionError
+from genlm.core.checks import describe_error
+from genlm.core.errors import GenlmError, InvalidAdapterError, InvalidOptionError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.types import Adapter, ScoreRequest
 from genlm.kit.adapter_files import (
@@ -25,6 +26,7 @@ from genlm.kit.adapter_files import (
     shapes_in_transformers,
     write_plain,
 )
+from genlm.kit.checkpoints import weight_files
 from genlm.vllm.engine import VllmEngine
 
 #: Settings that are applied correctly after an adapter is made plain LoRA.
@@ -74,9 +76,15 @@ class LoraEngine(VllmEngine):
         try:
             write_plain(_of_text(contents), Path(folder.name))
             self._core.add_lora(adapter, folder.name)
-        except Exception:
+        except Exception as error:
             self._core.remove_lora(adapter)
             folder.cleanup()
+            if isinstance(error, ValueError) and not isinstance(error, GenlmError):
+                raise InvalidAdapterError(
+                    f"vLLM cannot apply LoRA adapter {adapter.path} to this model "
+                    f"({' '.join(describe_error(error).split()):.300}); merge it into the model's "
+                    "weights, or load the model with backend='hf'"
+                ) from error
             raise
         self._folders[adapter.version] = folder
         return True
@@ -134,7 +142,9 @@ def _of_text(adapter: AdapterFolder) -> AdapterFolder:
 def _saved_weight(folder: Path, name: str) -> torch.Tensor | None:
     """A weight of a model folder; for tied output layers, the embedding's."""
     for wanted in (name, "model.embed_tokens.weight"):
-        for file in sorted(folder.glob("*.safetensors")):
+        for file in weight_files(folder):
+            if file.suffix != ".safetensors":
+                continue
             if wanted in (header := read_header(file)):
                 return read_tensor(file, header[wanted])
     return None

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from genlm.kit.checkpoints import Shapes
 from genlm.vllm.capture import RowStore, hide_padding
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.streams import used_here
+from genlm.vllm.weights import unread
 
 
 class LocalRows:
@@ -47,6 +49,10 @@ class LocalRows:
         """See :func:`genlm.vllm.capture.hide_padding`."""
         hide_padding(model, width)
 
+    def unread_weights(self, model: Any) -> Shapes:
+        """What was not read of the model's checkpoint: shapes by name."""
+        return unread(model)
+
 
 class WorkerRows:
     """The model runs in worker processes: one of them sends all rows of a step together to this
@@ -77,6 +83,11 @@ class WorkerRows:
 
     def hide_padding(self, model: Any, width: int) -> None:
         self._core.call_workers("genlm_hide_padding", width)
+
+    def unread_weights(self, model: Any) -> Shapes:
+        """What none of the workers has read: each reads a part."""
+        first, *others = self._core.call_workers("genlm_unread_weights")
+        return {name: first[name] for name in first if all(name in other for other in others)}
 
 
 Rows = LocalRows | WorkerRows

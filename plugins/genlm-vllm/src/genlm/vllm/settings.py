@@ -3,16 +3,21 @@ vLLM can compute them, else contexts end before them, or the model is refused by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
+
+from attrs import frozen
 
 from genlm.core.errors import EngineError, InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.kit.settings import (
+    ROPE_NAMES,
     alike,
     is_read,
     language_part,
+    overridden,
     rope_limits,
     rope_parameters,
     whole_settings_of,
@@ -74,38 +79,98 @@ ON_A_CPU = {
 }
 
 
+@frozen
+class Overridden:
+    """A user's function of a configuration, and what is changed after it. Sent to every process.
+
+    Attributes:
+        function: For vLLM's option ``hf_overrides``.
+        changes: Other settings of the language model.
+    """
+
+    function: Callable[[Any], Any]
+    changes: Mapping[str, Any]
+
+    def __call__(self, config: Any) -> Any:
+        config = self.function(config)
+        config.get_text_config(decoder=True).update(self.changes)
+        return config
+
+
+@frozen
+class Configuration:
+    """What a model's configuration says with the user's overrides.
+
+    Attributes:
+        whole: Of all that is in the folder.
+        settings: Of the language model, with the overrides.
+        overrides: The user's option ``hf_overrides``: a mapping or a function.
+        changes: The overrides of the language model as vLLM must get them.
+        part: Under what name the whole has the language model, if it has one.
+    """
+
+    whole: Any
+    settings: Any
+    overrides: Any
+    changes: Mapping[str, Any]
+    part: str | None
+
+    @classmethod
+    def read(cls, model: str, engine_opts: Mapping[str, Any]) -> Configuration | None:
+        """``None`` if transformers does not know the model."""
+        name = engine_opts.get("hf_config_path") or model
+        whole = whole_settings_of(name, engine_opts.get("revision"))
+        if whole is None:
+            return None
+        settings = whole.get_text_config(decoder=True)
+        part, overrides = language_part(whole), engine_opts.get("hf_overrides") or {}
+        if callable(overrides):
+            changed = overrides(copy.deepcopy(whole)).get_text_config(decoder=True)
+            before, after = vars(settings), vars(changed)
+            given = {n: after[n] for n in ROPE_NAMES if n in after and after[n] != before.get(n)}
+            changes = overridden(settings, given)[1]
+            changed.update(changes)
+            return cls(whole, changed, overrides, changes, part)
+        given = dict(overrides.get(part, {}) if part else overrides)
+        for name in given.keys() - {*ROPE_NAMES} if part else ():
+            old = getattr(settings, name, None)
+            if isinstance(old, dict) and isinstance(given[name], dict):
+                given[name] = old | given[name]  # as vLLM does there
+        changed, changes = overridden(settings, given)
+        return cls(whole, changed, overrides, changes, part)
+
+    def with_changes(self, **changed: Any) -> dict[str, Any]:
+        """The option with other settings; nothing where the user's says all."""
+        changes = {**self.changes, **changed}
+        if not changes:
+            return {}
+        if callable(self.overrides):
+            return {"hf_overrides": Overridden(self.overrides, changes)}
+        written = {**self.overrides, self.part: changes} if self.part else changes
+        return {"hf_overrides": written} if written != self.overrides else {}
+
+
 def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of vLLM with which it computes what transformers does; what the user gives in
-    ``hf_overrides`` stays.
+    """Options of vLLM with which it computes what transformers does, of a configuration that the
+    user's ``hf_overrides`` have changed.
 
     Raises:
         EngineError: vLLM cannot compute that at every length that was asked for.
         InvalidOptionError: nor with an option.
     """
-    overrides = engine_opts.get("hf_overrides") or {}
-    whole = whole_settings_of(model, engine_opts.get("revision"))
-    if whole is None or not isinstance(overrides, Mapping):
+    configuration = Configuration.read(model, engine_opts)
+    if configuration is None:
         return {}
-    settings = whole.get_text_config(decoder=True)
-    part = language_part(whole)
-    given = overrides.get(part, {}) if part else overrides
-    for name, value in given.items():
-        old = getattr(settings, name, None)
-        if part and isinstance(old, dict) and isinstance(value, dict):
-            value = old | value  # as vLLM does there
-        setattr(settings, name, value)
-
-    def override(**changed: Any) -> dict[str, Any]:
-        changed |= given
-        return {"hf_overrides": {**overrides, part: changed} if part else changed}
-
-    _refuse_what_is_not_read(settings, whole.model_type)
+    settings, whole = configuration.settings, configuration.whole
+    by_transformers = engine_opts.get("model_impl") == "transformers"
+    if not by_transformers:
+        _refuse_what_is_not_read(settings, whole.model_type)
     longest = engine_opts.get("max_model_len")
     if not isinstance(longest, int) or longest < 0:  # vLLM chooses
         longest = None
     found = windows(settings, getattr(settings, "num_hidden_layers", 0))
     window = next((one for one in found if one is not None), None)
-    if window is not None and not _takes_windows(settings):
+    if window is not None and not (by_transformers or _takes_windows(settings)):
         if longest is None or longest > window:
             raise EngineError(
                 f"some layers of this {settings.model_type} have a window of {window} tokens, and "
@@ -114,15 +179,18 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
                 'with backend="hf"'
             )
         full = ["full_attention"] * len(found)
-        return override(use_sliding_window=False, sliding_window=None, layer_types=full)
-    corrected: dict[str, Any] = {}
+        return configuration.with_changes(
+            use_sliding_window=False, sliding_window=None, layer_types=full
+        )
+    corrected = configuration.with_changes()
     given_window = getattr(settings, "sliding_window", None)
     windowed = ("sliding_window", "layer_types") if given_window else ()
     unread = [name for name in windowed if not is_read(settings.model_type, name)]
+    wider = settings.model_type in WIDER and whole.model_type not in BY_TRANSFORMERS
     if any(getattr(settings, name, None) for name in unread):  # vLLM would read them
-        corrected = override(**dict.fromkeys(unread))
-    elif settings.model_type in WIDER and window and whole.model_type not in BY_TRANSFORMERS:
-        corrected = override(sliding_window=window - 1)
+        corrected = configuration.with_changes(**dict.fromkeys(unread))
+    elif window and wider and not by_transformers:
+        corrected = configuration.with_changes(sliding_window=window - 1)
     if on_a_cpu() and any("mamba" in name for name in (settings.model_type, *settings.to_dict())):
         if engine_opts.get("enable_prefix_caching"):
             raise InvalidOptionError(

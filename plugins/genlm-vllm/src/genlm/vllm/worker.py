@@ -13,8 +13,10 @@ import torch
 
 from genlm.vllm.capture import RowStore, capture_into, hide_padding
 from genlm.vllm.internals import groups_of_layers
+from genlm.vllm.weights import unread, watch
 
 ROWS = RowStore()
+watch()  # before this process's only model is loaded
 
 GenlmRowCapture = capture_into(ROWS)
 
@@ -50,3 +52,7 @@ class RowAccess:
     def genlm_groups_of_layers(self) -> list[tuple[int, int, bool]]:
         """See :func:`genlm.vllm.internals.groups_of_layers`."""
         return groups_of_layers(self.model_runner.kv_cache_config, self.vllm_config)
+
+    def genlm_unread_weights(self) -> dict[str, list[int]]:
+        """See :func:`genlm.vllm.weights.unread`."""
+        return {name: list(shape) for name, shape in unread(self.model_runner.model).items()}

@@ -1,0 +1,85 @@
+"""How much memory the key/value cache takes on a CPU, and how long contexts may be with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from genlm.core.errors import InvalidOptionError
+from genlm.core.logs import get_logger
+from genlm.kit.memory import available_memory
+
+log = get_logger()
+
+#: The least that is taken, bytes.
+LEAST = 2 << 30
+
+#: What part of the memory that is free may be taken for one context of the model's longest.
+PART = 0.5
+
+#: Options by which a user says how large the cache is.
+SIZES = ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override")
+
+
+def cache_on_a_cpu(settings: Any, engine_opts: Mapping[str, Any]) -> dict[str, int]:
+    """Options of vLLM, which by default would take most of the machine's memory: room for one
+    context of the model's longest, if half of the free memory has it, and contexts no longer than
+    the cache holds.
+
+    Args:
+        settings: Of the language model; ``None`` if transformers does not know it.
+        engine_opts: The user's options, which stay.
+    """
+    if any(engine_opts.get(name) is not None for name in SIZES):
+        return {}
+    free = int(PART * (available_memory() or 0))
+    wanted = 0 if settings is None else _bytes_of_a_context(settings, engine_opts)
+    chosen = {"kv_cache_memory_bytes": max(LEAST, min(wanted, free)), "max_model_len": -1}
+    return {name: value for name, value in chosen.items() if engine_opts.get(name) is None}
+
+
+def _bytes_of_a_context(settings: Any, engine_opts: Mapping[str, Any]) -> int:
+    """The keys and values of the longest context, at most: as if all layers kept all positions."""
+    longest = engine_opts.get("max_model_len")
+    if not isinstance(longest, int) or longest < 0:
+        longest = getattr(settings, "max_position_embeddings", None) or 0
+    heads = getattr(settings, "num_attention_heads", None) or 0
+    kept = getattr(settings, "num_key_value_heads", None) or heads
+    width = getattr(settings, "head_dim", None) or settings.hidden_size // max(heads, 1)
+    layers = getattr(settings, "num_hidden_layers", None) or 0
+    exact = str(engine_opts.get("dtype")).removeprefix("torch.") in ("float", "float32")
+    size = (torch.float32 if exact else torch.bfloat16).itemsize
+    blocks = longest + 1024  # some are vLLM's own, and the last is not full
+    return int(2 * layers * kept * width * size * blocks)
+
+
+def warn_of_shorter_contexts(longest: int, settings: Any, options: Mapping[str, Any]) -> None:
+    """Say that contexts end before the model's longest, since the cache holds no longer one."""
+    wanted = getattr(settings, "max_position_embeddings", None) or 0
+    if options.get("max_model_len") == -1 and longest < wanted:
+        log.warning(
+            "vllm.context_shortened",
+            to=longest - 1,
+            of=wanted,
+            why="the key/value cache holds no longer one; a larger kv_cache_memory_bytes does",
+            kv_cache_memory_bytes=options.get("kv_cache_memory_bytes"),
+        )
+
+
+def explain_small_cache(error: Exception, options: Mapping[str, Any]) -> None:
+    """For vLLM's error of a cache that holds no context of ``max_model_len``: it advises an option
+    that has no effect beside ``kv_cache_memory_bytes``.
+
+    Raises:
+        InvalidOptionError: with the options that have.
+    """
+    size = options.get("kv_cache_memory_bytes")
+    if isinstance(error, ValueError) and size and "KV cache" in str(error):
+        raise InvalidOptionError(
+            f"engine_opts['kv_cache_memory_bytes'] is {size}, in which vLLM has no room for a "
+            f"context of max_model_len={options.get('max_model_len')} "
+            f"({' '.join(str(error).split()):.220} ...); give a larger kv_cache_memory_bytes or a "
+            "smaller max_model_len (gpu_memory_utilization has no effect beside it)"
+        ) from error

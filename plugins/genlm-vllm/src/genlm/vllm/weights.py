@@ -1,0 +1,85 @@
+"""The weights that vLLM loads: it passes over names that its classes do not have, and reads other
+files than transformers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from genlm.core.checks import describe_error
+from genlm.core.errors import UnsupportedError
+from genlm.kit.checkpoints import Reading, Shapes, read_by_transformers
+
+#: The values of ``load_format`` for folders that transformers reads, too.
+FORMATS = ("auto", "hf", "safetensors")
+
+#: An attribute of a loaded model: see :func:`unread`.
+UNREAD = "genlm_unread_weights"
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """While vLLM loads a model in this process, see :func:`watch`."""
+    end = watch()
+    try:
+        yield
+    finally:
+        end()
+
+
+def watch() -> Callable[[], None]:
+    """Let vLLM's loader read the files that transformers reads, and note what it leaves out of
+    them, until the result is called."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader as Loader
+
+    prepare, load = Loader._prepare_weights, Loader.load_weights
+
+    def prepare_weights(self: Any, *args: Any, **named: Any) -> tuple[Any, ...]:
+        folder, files, safe, *more = prepare(self, *args, **named)
+        if self.load_config.load_format in FORMATS:
+            files = read_by_transformers(folder, files)
+            safe = files[0].endswith(".safetensors")
+        return folder, files, safe, *more
+
+    def load_weights(self: Any, model: Any, *args: Any, **named: Any) -> None:
+        reading, weights = Reading(), self.get_all_weights
+        self.get_all_weights = lambda *of, **how: reading.of(weights(*of, **how))
+        try:
+            with reading.watched():
+                load(self, model, *args, **named)
+        finally:
+            del self.get_all_weights
+        setattr(model, UNREAD, reading.unread(model))
+
+    def end() -> None:
+        Loader._prepare_weights, Loader.load_weights = prepare, load
+
+    Loader._prepare_weights, Loader.load_weights = prepare_weights, load_weights
+    return end
+
+
+def unread(model: Any) -> Shapes:
+    """What was not read of the checkpoint of a loaded model: shapes by name. Nothing where another
+    loader of vLLM's has loaded it."""
+    found: Shapes = getattr(model, UNREAD, {})
+    return found
+
+
+def explain_repacked_weights(model: Any) -> None:
+    """Let a model that is given other weights say why vLLM cannot take them: on a CPU it has packed
+    those of the load anew."""
+    own: Any = weakref.WeakMethod(model.load_weights)  # else a closed model would keep itself
+
+    def load_weights(*args: Any, **named: Any) -> Any:
+        try:
+            return own()(*args, **named)
+        except (AssertionError, AttributeError) as error:  # of a size, or of a loader that is gone
+            raise UnsupportedError(
+                "vLLM has packed the weights of this model anew, and cannot load others into it "
+                f"({describe_error(error)}); some may have been loaded, so close it: save the "
+                "weights to a folder and load that, or load the model with backend='hf'"
+            ) from error
+
+    model.load_weights = load_weights
