@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, MistralC
 
 from genlm.core import EngineError, Query, load_model_by_name
 from genlm.core.cli import main
+from genlm.kit.verify import loading
 from genlm.kit.verify.contexts import choose
 from genlm.kit.verify.loading import load_verified
 from genlm.kit.verify.report import Report
@@ -172,7 +173,10 @@ def test_what_is_refused_is_closed(biased):
     assert closed == [True]
 
 
-def test_by_default_a_proof_is_remembered_until_the_folder_changes(windowed, tmp_path, logged):
+def test_by_default_a_proof_is_remembered_until_the_folder_changes(
+    windowed, tmp_path, logged, monkeypatch
+):
+    monkeypatch.setattr(loading, "PATIENCE", None)  # a busy machine takes its time
     folder = tmp_path / "model"
     shutil.copytree(windowed, folder)
 
@@ -191,7 +195,8 @@ def test_by_default_a_proof_is_remembered_until_the_folder_changes(windowed, tmp
 @pytest.mark.parametrize(
     ("verify", "asked"), [(None, False), (True, True)], ids=["by default", "asked"]
 )
-def test_what_transformers_does_not_know_is_said(tmp_path, logged, verify, asked):
+def test_what_transformers_does_not_know_is_said(tmp_path, logged, monkeypatch, verify, asked):
+    monkeypatch.setattr(loading, "PATIENCE", None)
     (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoModel": "x"}}')
     engine = object()
 
@@ -216,6 +221,14 @@ def test_by_default_large_models_are_not_verified(tmp_path, logged):
     load_verified(subject(tmp_path), None, lambda name: object())
     assert logged[0]["event"] == "model.unverified"
     assert "seconds" in logged[0]["why"]
+
+
+def test_an_engine_that_loads_at_once_is_verified_on_request_alone(tmp_path, logged):
+    quick = subject(tmp_path, on_request="it loads at once")
+    load_verified(quick, None, lambda name: object())
+    assert [(one["event"], one["why"]) for one in logged] == [
+        ("model.unverified", "it loads at once")
+    ]
 
 
 def test_adapters_are_compared_with_those_of_peft(tiny, lora_folders, capsys):

@@ -58,9 +58,9 @@ def load_verified(subject: Subject, verify: Verify, load: Callable[[str], E]) ->
         Exception: what ``load`` raises.
     """
     asked = verify is not None
-    if verify is False or not (asked or subject.by_default):
+    if verify is False:
         return load(subject.model)
-    if not asked and subject in KnownProofs():
+    if not asked and subject.on_request is None and subject in KnownProofs():
         return load(subject.model)
     try:
         engine, report = _loaded(subject, asked, load)
@@ -125,6 +125,8 @@ def _reference(subject: Subject, asked: bool) -> Reference:
     """Raises: Unanswered: there is nothing to compare with, or it takes too long."""
     if subject.unknown is not None:
         raise Unanswered(subject.unknown)
+    if subject.on_request is not None and not asked:
+        raise Unanswered(subject.on_request)
     folder = subject.folder()
     if folder is None:
         raise Unanswered("it is no folder of a model, nor in the hub's cache yet")

@@ -13,7 +13,7 @@ from genlm.kit.verify.subject import Subject
 CLOSE = 2e-2
 
 #: By how many times an engine's rounding may exceed that of transformers in the same type.
-ROUNDING_MARGIN = 3.0
+ROUNDING_MARGIN = 4.0
 
 
 def allowed(noise: float) -> float:

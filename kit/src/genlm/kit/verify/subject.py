@@ -34,7 +34,8 @@ class Subject:
         changes: Settings that the options change, as if they stood in ``config.json``.
         unknown: Why there is nothing to compare with: the options ask for another model than
             the folder's, such as random weights, or for other arithmetic.
-        by_default: Whether a load verifies the model unless it is told not to.
+        on_request: Why a load verifies the model only where it is asked to; ``None``: it does so
+            by default.
     """
 
     model: str
@@ -45,7 +46,7 @@ class Subject:
     cache_dir: str | None = None
     changes: Mapping[str, Any] = field(factory=dict)
     unknown: str | None = None
-    by_default: bool = True
+    on_request: str | None = None
 
     @property
     def command(self) -> str:

@@ -21,7 +21,7 @@ OTHER_MODEL = (
 
 
 def subject_of(model: str, options: Mapping[str, Any], parsed: HFOptions) -> Subject:
-    """What is verified: only where it is asked for, since the rows are transformers' already."""
+    """A model, and what the options change in it."""
     given = dict(parsed.hf_opts)
     other = [name for name in OTHER_MODEL if given.get(name)]
     if parsed.bitsandbytes_opts:
@@ -36,5 +36,5 @@ def subject_of(model: str, options: Mapping[str, Any], parsed: HFOptions) -> Sub
         cache_dir=given.get("cache_dir"),
         changes=config.to_dict() if hasattr(config, "to_dict") else {},
         unknown=f"{other[0]} asks for another model than the folder's" if other else None,
-        by_default=False,
+        on_request="its rows are transformers' own",
     )

@@ -10,4 +10,10 @@ from genlm.kit.verify.subject import Subject
 
 def subject_of(model: str, options: Mapping[str, Any]) -> Subject:
     """A model; no option of this backend changes what it computes."""
-    return Subject(model=model, engine="mlx-lm", backend="mlx", options=options)
+    return Subject(
+        model=model,
+        engine="mlx-lm",
+        backend="mlx",
+        options=options,
+        on_request="it loads in less time than transformers needs to start",
+    )
