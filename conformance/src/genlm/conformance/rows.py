@@ -142,6 +142,10 @@ class RowClauses:
             live.gate.told.update(found)
             check(not found, "; ".join(found[:3]))
 
+    @advise(
+        "rows are on another device, or in another order, than the queries of their step",
+        "batch_answers_in_order",
+    )
     def test_functions_of_rows(self, live: Subject) -> None:
         """What ``then`` makes is made of the caller's own row with its own arguments, beside others
         and beside one for whom the function raises, which alone gets the exception."""
