@@ -35,6 +35,8 @@ def watch() -> Callable[[], None]:
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader as Loader
 
     prepare, load = Loader._prepare_weights, Loader.load_weights
+    if hasattr(load, UNREAD):  # a forked process has its parent's
+        return lambda: None
 
     def prepare_weights(self: Any, *args: Any, **named: Any) -> tuple[Any, ...]:
         folder, files, safe, *more = prepare(self, *args, **named)
@@ -52,6 +54,8 @@ def watch() -> Callable[[], None]:
         finally:
             del self.get_all_weights
         setattr(model, UNREAD, reading.unread(model))
+
+    setattr(load_weights, UNREAD, True)
 
     def end() -> None:
         Loader._prepare_weights, Loader.load_weights = prepare, load
