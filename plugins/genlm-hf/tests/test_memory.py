@@ -26,6 +26,7 @@ from genlm.hf.reuse import ReuseMode
 from genlm.hf.slabs import Part, Slab
 from genlm.hf.strategies import Computed
 from genlm.hf.table import PoolTable
+from genlm.kit import memory as kit_memory
 from genlm.kit.kv.commands import Command, Join
 from genlm.kit.kv.sharing import SharingCosts
 
@@ -94,9 +95,9 @@ def test_state_takes_a_quarter_of_what_the_machine_can_give(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu, said = torch.device("cpu"), tmp_path / "meminfo"
-    monkeypatch.setattr(budget_module, "Path", lambda _: said)
+    monkeypatch.setattr(kit_memory, "Path", lambda _: said)
     pages = {"SC_AVPHYS_PAGES": 1 << 18, "SC_PAGE_SIZE": 1 << 12}
-    monkeypatch.setattr(budget_module.os, "sysconf", pages.__getitem__)
+    monkeypatch.setattr(kit_memory.os, "sysconf", pages.__getitem__)
     assert budget_module.budget(None, cpu) == 1 << 28  # as macOS says it
     for kib, bytes_ in ((1 << 20, 1 << 28), (1 << 30, 1 << 32)):  # 4 GiB at most
         said.write_text(f"MemTotal: {2 * kib} kB\nMemFree: 9 kB\nMemAvailable: {kib} kB\n")
