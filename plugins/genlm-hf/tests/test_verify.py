@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import structlog
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, MistralConfig
 
 from genlm.core import EngineError, Query, load_model_by_name
@@ -159,6 +159,21 @@ def test_an_older_copy_of_the_weights_is_refused_with_its_name(windowed, tmp_pat
     shutil.copy(other / "model.safetensors", both / "model.old.safetensors")
     with pytest.raises(EngineError, match=r"may have read model\.old\.safetensors"):
         load_verified(subject(both), True, lambda name: Other.with_(other))
+
+
+def test_by_default_a_difference_in_half_precision_is_a_warning(biased, logged, monkeypatch):
+    monkeypatch.setattr(loading, "PATIENCE", None)
+
+    def load(verify: bool | None) -> Other:
+        other = Other.with_(biased, attention_bias=False)
+        return load_verified(subject(biased), verify, lambda _: evolve(other, dtype="bfloat16"))
+
+    assert load(None).dtype == "bfloat16"
+    (event,) = logged
+    assert (event["event"], event["log_level"]) == ("model.differs", "warning")
+    assert "serves another model" in event["why"]
+    with pytest.raises(EngineError, match="serves another model"):
+        load(True)
 
 
 def test_what_is_refused_is_closed(biased):
