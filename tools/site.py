@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.blocks import directives
 from tools.figures import with_plots
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,6 +70,8 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 def prepare(model: str, only: str | None = None) -> None:
     """Write the source of the site. ``only`` executes one tutorial, the others keep no outputs."""
+    from tools.blocks import directives  # here, since the tests of this file have no griffe
+
     shutil.rmtree(SOURCE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", SOURCE)
     places = {page: SOURCE / page.relative_to(ROOT / "docs") for page in ROOT.glob("docs/**/*.md")}
