@@ -116,7 +116,7 @@ def test_every_error_has_a_row_in_the_page_on_troubleshooting() -> None:
 
 @pytest.mark.parametrize(
     ("model", "printed"),
-    [(f'"{HUB_NAME}", "hf"', "1 answers in "), ('"mock", "mock"', "1 rows in ")],
+    [(f'"{HUB_NAME}", "hf"', "genlm_step: "), ('"mock", "mock"', "genlm_next_token_logprobs: ")],
 )
 def test_the_wrapper_of_the_page_on_tracing(
     printed_by: Callable[[str], str], model: str, printed: str
