@@ -105,15 +105,33 @@ ON_GITHUB = [
     for page in ROOT.glob(pattern)
     if not any(part in (".nox", ".venv", "build") for part in page.relative_to(ROOT).parts)
 ]
-LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = HEADING.findall(CODE.sub("", page.read_text("utf-8")))
+    texts = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts}
 
 
 @pytest.mark.any_version
 @pytest.mark.parametrize("page", ON_GITHUB, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_link_leads_to_a_file(page: Path) -> None:
-    links = [link for link in LINK.findall(page.read_text("utf-8")) if ":" not in link]
-    missing = [link for link in links if not (page.parent / link).exists()]
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    text = CODE.sub("", page.read_text("utf-8"))
+    links = [(link, anchor) for link, anchor in LINK.findall(text) if ":" not in link]
+    missing = [link for link, _ in links if not (page.parent / link).exists()]
     assert not missing
+    lost = [
+        f"{link}#{anchor}"
+        for link, anchor in links
+        if anchor
+        and (link or page.name).endswith(".md")
+        and anchor not in anchors(page.parent / link if link else page)
+    ]
+    assert not lost
 
 
 # --- the backend of the README --------------------------------------------------------------------
