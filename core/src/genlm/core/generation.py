@@ -106,7 +106,7 @@ class GenerationMixin(RowsMixin):
             min_p: Draw among tokens at least this fraction as likely as the most likely one.
 
         Stop strings, penalties and beam search are for what is built on top of a model; the page
-        "What to build on top" says with what.
+        "What to build on top" shows how.
 
         Examples:
             >>> import asyncio
