@@ -1,5 +1,5 @@
-"""LoRA: folders of mlx-lm and of PEFT give the rows that mlx-lm and PEFT give, each in its row of a
-batch."""
+"""LoRA: folders of mlx-lm and of PEFT give the rows that mlx-lm and PEFT give, each in its
+sequence of a batch."""
 
 from __future__ import annotations
 
@@ -218,8 +218,8 @@ def test_falcon_h1(folders: Folders, tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_gives_nan_harms_nobody_after_it(folders: Folders, tmp_path: Path) -> None:
-    """Its numbers are finite and overflow. Rows take the places of its rows; and it is answered,
-    also in chunks of which none can be kept."""
+    """Its numbers are finite and overflow. Others take the places of its sequences; and it is
+    answered, also in chunks of which none can be kept."""
     path = peft_adapter(folders("llama"), tmp_path / "nan", target_modules=["k_proj", "v_proj"])
     change_weights(path, lambda name, one: (name, torch.full_like(one, 3e38)))
     engine = load(str(folders("llama")), {"prefill_step_size": 64})

@@ -51,23 +51,23 @@ def test_gpt2_wants_a_name_that_transformers_5_does_not_write(folders: Folders) 
         load_model(folders("gpt2"))
 
 
-def test_rotating_rows_padded_on_the_left_are_masked_wrongly_after_a_single_token(
+def test_rotating_caches_padded_on_the_left_are_masked_wrongly_after_a_single_token(
     folders: Folders,
 ) -> None:
-    """What ``RowBlock.settle`` avoids: rows of 3 and 15 tokens, then one token each, then a block
-    of several."""
+    """What ``Block.settle`` avoids: sequences of 3 and 15 tokens, then one token each, then
+    several."""
     model = by_mlx_lm(folders("gemma3"))
     rng = random.Random(0)
-    rows = [[rng.randrange(256) for _ in range(length)] for length in (3 + 1 + 4, 15 + 1 + 4)]
+    texts = [[rng.randrange(256) for _ in range(length)] for length in (3 + 1 + 4, 15 + 1 + 4)]
     cache = [layer.merge([layer, layer]) for layer in make_prompt_cache(model)]
     for layer in cache:
         layer.prepare(lengths=[3, 15], right_padding=[12, 0])
-    model(mx.array([rows[0][:3] + [0] * 12, rows[1][:15]]), cache=cache)
+    model(mx.array([texts[0][:3] + [0] * 12, texts[1][:15]]), cache=cache)
     for layer in cache:
         layer.finalize()
-    model(mx.array([rows[0][3:4], rows[1][15:16]]), cache=cache)
-    batched = model(mx.array([rows[0][4:], rows[1][16:]]), cache=cache)[0, -1]
-    alone = model(mx.array(rows[:1]), cache=make_prompt_cache(model))[0, -1]
+    model(mx.array([texts[0][3:4], texts[1][15:16]]), cache=cache)
+    batched = model(mx.array([texts[0][4:], texts[1][16:]]), cache=cache)[0, -1]
+    alone = model(mx.array(texts[:1]), cache=make_prompt_cache(model))[0, -1]
     assert mx.abs(batched - alone).max().item() > 1e-2, FIXED.format("`settle` in block.py")
 
 

@@ -55,8 +55,8 @@ class AdapterSet:
         self._shapes: Mapping[str, tuple[int, int]] = {}
         self._parameters: Mapping[str, tuple[int, ...]] = {}
         self._trainable: list[Any] = []  # parameters of the model that PEFT freezes
-        self._names: list[str] | None = None  # of the rows of the mixed batch under way
-        self._wanted: list[str] | None = None  # of those of its rows that the output layer sees
+        self._names: list[str] | None = None  # of the sequences of the mixed batch under way
+        self._wanted: list[str] | None = None  # of each position that the output layer sees
         self._by_token: list[str] = []  # of all tokens of that
         self._hooks: list[Any] = []
         # PEFT's, where it need not switch them itself: for each switch it sets, for all adapters,
@@ -208,27 +208,27 @@ class AdapterSet:
 
     @contextmanager
     def applied(
-        self, rows: Sequence[Adapter | None], wanted: Iterable[int], width: int
+        self, adapters: Sequence[Adapter | None], wanted: Iterable[int], width: int
     ) -> Iterator[None]:
-        """While it lasts, row ``i`` of every batch is computed with ``rows[i]``.
+        """While it lasts, sequence ``i`` of every batch is computed with ``adapters[i]``.
 
         Args:
-            rows: One adapter per row.
-            wanted: The rows that the output layer sees, in its order.
-            width: The tokens of each row.
+            adapters: One per sequence.
+            wanted: The sequence of each position that the output layer sees, in its order.
+            width: The tokens of each sequence.
         """
         if not self._alone:
             yield
             return
-        distinct = set(rows)
+        distinct = set(adapters)
         if len(distinct) == 1:
-            self._switch_to(rows[0])
+            self._switch_to(adapters[0])
             yield
             return
         # One of those that may be mixed, so that whole modules of another are off.
         self._switch_to(next(adapter for adapter in distinct if adapter is not None))
-        self._names = [BASE if row is None else _name(row.version) for row in rows]
-        self._wanted = [self._names[row] for row in wanted]
+        self._names = [BASE if one is None else _name(one.version) for one in adapters]
+        self._wanted = [self._names[at] for at in wanted]
         self._by_token = [name for name in self._names for _ in range(width)]
         try:
             yield
@@ -325,19 +325,19 @@ class AdapterSet:
             if not any(self._alone.values()):
                 self._layers = layers
             self._hooks = [
-                layer.register_forward_pre_hook(self._name_rows, with_kwargs=True)
+                layer.register_forward_pre_hook(self._name_adapters, with_kwargs=True)
                 for layer in layers
                 if not isinstance(layer, ParamWrapper)
             ]
 
-    def _name_rows(
+    def _name_adapters(
         self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._names is None:
             return None
         names = self._wanted if layer is self._model.get_output_embeddings() else self._names
         if args[0].dim() == 2 and len(args[0]) == len(self._by_token):
-            names = self._by_token  # all rows in one, as OPT and shared experts have them
+            names = self._by_token  # all sequences in one, as OPT and shared experts have them
         return args, {**kwargs, "adapter_names": names}
 
 

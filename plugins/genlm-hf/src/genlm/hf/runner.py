@@ -173,8 +173,8 @@ class Runner:
         width = max(len(context) for context in contexts)
         tokens: list[int] = []
         wanted: list[int] = []
-        for row, context in enumerate(contexts):
-            last = [len(context) - 1] if positions is None else positions[row]
+        for number, context in enumerate(contexts):
+            last = [len(context) - 1] if positions is None else positions[number]
             wanted.extend(len(tokens) + at for at in last)
             tokens.extend(context)
             tokens.extend([0] * (width - len(context)))
@@ -227,20 +227,20 @@ class Runner:
         return logits, cache
 
     def _ids(
-        self, tokens: Sequence[int], rows: int, wanted: Sequence[int], upload: Upload
+        self, tokens: Sequence[int], count: int, wanted: Sequence[int], upload: Upload
     ) -> tuple[torch.Tensor, Indices]:
-        """The tokens of ``rows`` rows of equal length, ``[rows, tokens]`` on the device, and the
-        places that are wanted."""
+        """The tokens of ``count`` sequences of equal length, ``[count, tokens]`` on the device, and
+        the places that are wanted."""
         ids, places = upload.add(tokens), upload.add(wanted)
-        return ids.on(self.device).view(rows, -1), places
+        return ids.on(self.device).view(count, -1), places
 
     def _forward(
-        self, rows: Sequence[Adapter | None], wanted: Indices, **inputs: Any
+        self, adapters: Sequence[Adapter | None], wanted: Indices, **inputs: Any
     ) -> torch.Tensor:
-        return self._outputs(rows, wanted, **inputs)[0]
+        return self._outputs(adapters, wanted, **inputs)[0]
 
     def _outputs(
-        self, rows: Sequence[Adapter | None], wanted: Indices, **inputs: Any
+        self, adapters: Sequence[Adapter | None], wanted: Indices, **inputs: Any
     ) -> tuple[torch.Tensor, Any]:
         inputs = {**self._asked, **inputs}
         if not self._takes_use_cache:
@@ -254,7 +254,7 @@ class Runner:
                 torch.inference_mode(),
                 attention_kernels(self.device),
                 self._evaluating(),
-                self._adapters.applied(rows, of_wanted, width),
+                self._adapters.applied(adapters, of_wanted, width),
             ):
                 self._rope.forget()
                 outputs = self._model(*first, **inputs)

@@ -31,9 +31,9 @@ from genlm.kit.prefixes import (
 #: A sequence, and what of it is to be computed.
 Placed = Placement[TokenSequence]
 
-#: A row of one token costs as much as so many tokens of a long row: 2 with Mamba 2, 5 with LFM2, on
-#: a CPU.
-ROW_OF_ONE = 4
+#: A sequence of one token costs as much as so many tokens of a long one: 2 with Mamba 2, 5 with
+#: LFM2, on a CPU.
+SEQUENCE_OF_ONE = 4
 
 #: Contexts of unlike length run together where the longest has at most twice as many tokens as the
 #: shortest, and so many more.
@@ -55,7 +55,7 @@ class Snapshot:
 
     Attributes:
         cache: transformers' cache object; never written to, since it is copied before use.
-        keys: For each row of the cache the context, see
+        keys: For each sequence of the cache its context, see
             :class:`~genlm.kit.kv.sequence.TokenSequence`.
         pinned: Whether it stays until the state is cleared.
         unfinished: Whether it is of a chunk that nobody has gone on from yet.
@@ -78,12 +78,12 @@ class Snapshot:
     def _widest(self) -> int:
         return self.longest(range(len(self.keys)))
 
-    def longest(self, rows: Sequence[int]) -> int:
-        """The length of the longest context of some rows."""
-        return max(length_of(self.keys[row]) for row in rows)
+    def longest(self, places: Sequence[int]) -> int:
+        """The length of the longest of some contexts, by their places in the cache."""
+        return max(length_of(self.keys[at]) for at in places)
 
 
-#: A snapshot, and the row in it of one context.
+#: A snapshot, and the place in its cache of one context.
 Place = tuple[Snapshot, int]
 
 
@@ -195,9 +195,9 @@ class Snapshots:
             snapshot.unfinished = False
         for (new, _), group in groups.items():
             lengths = {at: sequences[at].length for at in group}
-            for rows in _alike(lengths, max(max_tokens // new, 1)):
-                start = lengths[rows[-1]] - new
-                yield start, rows, joined([places[at] for at in rows]) if start else None
+            for batch in _alike(lengths, max(max_tokens // new, 1)):
+                start = lengths[batch[-1]] - new
+                yield start, batch, joined([places[at] for at in batch]) if start else None
 
     def _start(self, sequence: TokenSequence) -> int:
         """The length of the longest snapshot that it may start from; 0 if there is none."""
@@ -250,7 +250,7 @@ class Snapshots:
         whole = self.forward + count * length, 0
         if self.at_once:
             return whole[0] - count * start, start
-        steps = (self.forward + ROW_OF_ONE * count) * (length - start), start
+        steps = (self.forward + SEQUENCE_OF_ONE * count) * (length - start), start
         return min(steps, whole) if start else whole
 
     def keep(self, keys: Sequence[bytes], cache: Any) -> None:
@@ -267,9 +267,9 @@ class Snapshots:
             spare += victim.size
             self._drop(victim)
         self._used[snapshot], self._state = None, object()
-        for row, key in enumerate(keys):
+        for at, key in enumerate(keys):
             if key not in self._places or not self._places[key][0].pinned:
-                self._places.add(key, (snapshot, row))
+                self._places.add(key, (snapshot, at))
 
     def leave_unfinished(self, chunk: TokenSequence) -> None:
         """Say that a context was computed only for one that goes on from it."""
@@ -392,8 +392,8 @@ def steps(
     parts = []
     for stop in [length] if at_once or not start else range(start + 1, length + 1):
         wanted = [
-            (index, row * (stop - start) + at + front - start)
-            for row, (run, front) in enumerate(zip(runs, empty, strict=True))
+            (index, number * (stop - start) + at + front - start)
+            for number, (run, front) in enumerate(zip(runs, empty, strict=True))
             for index, at in run.rows
             if start <= at + front < stop
         ]
@@ -411,21 +411,21 @@ def steps(
         return owners, parts[0], cache
     # The steps of one sequence together, in order.
     order = sorted(range(len(owners)), key=owners.__getitem__)
-    rows = Upload().add(order).on(parts[0].device)
-    return [owners[at] for at in order], torch.cat(parts).index_select(0, rows), cache
+    ordered = Upload().add(order).on(parts[0].device)
+    return [owners[at] for at in order], torch.cat(parts).index_select(0, ordered), cache
 
 
 @torch.inference_mode()
 def joined(places: Sequence[Place]) -> Any:
-    """A new cache whose rows are copies of these; shorter ones get empty positions in front.
+    """A new cache of copies of these contexts; shorter ones get empty positions in front.
 
     Raises:
         ValueError: they are of unlike length, and a layer of the cache is of another kind.
     """
     upload, runs = Upload(), []
     for snapshot, run in groupby(places, key=itemgetter(0)):
-        rows = [row for _, row in run]
-        runs.append((snapshot, Places(rows, upload), snapshot.longest(rows)))
+        some = [at for _, at in run]
+        runs.append((snapshot, Places(some, upload), snapshot.longest(some)))
     width = max(longest for *_, longest in runs)
     parts = zip(*(_selected(*run, width) for run in runs), strict=True)
     tensors = [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
@@ -437,15 +437,17 @@ def joined(places: Sequence[Place]) -> Any:
     )
 
 
-def _selected(snapshot: Snapshot, rows: Places, longest: int, width: int) -> Iterator[torch.Tensor]:
-    """Copies of some rows, of which the longest has so many positions, at another width."""
+def _selected(
+    snapshot: Snapshot, places: Places, longest: int, width: int
+) -> Iterator[torch.Tensor]:
+    """Copies of some contexts, of which the longest has so many positions, at another width."""
     unused = snapshot.width - longest
     lasting = {id(one) for one in _of_all_positions(snapshot)} if unused or width > longest else ()
     for tensor in _tensors(snapshot.cache):
         resized = id(tensor) in lasting
         if resized:
             tensor = tensor[..., unused:, :]
-        at = rows.on(tensor.device)
+        at = places.on(tensor.device)
         if isinstance(at, slice):
             part = tensor.narrow(0, at.start, at.stop - at.start)
             part = part.clone(memory_format=torch.contiguous_format)
@@ -472,8 +474,8 @@ def _compact(cache: Any) -> None:
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    """All tensors with rows within an object, always in the same order; single numbers, such as a
-    window's length, are the same for all rows."""
+    """All tensors of a batch within an object, always in the same order; single numbers, such as a
+    window's length, are the same for all its sequences."""
     if isinstance(state, torch.Tensor):
         if state.ndim:
             yield state

@@ -121,11 +121,11 @@ def ragged(runner: Runner, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
     tokens = [context[-2:-1] for context in contexts]
     cache = runner.stateful(cache, longest - 2, tokens, none, [0], empty)[1]
     both = Snapshot(cache, [key_of(0, context[:-1]) for context in contexts])
-    cache = joined([(both, row) for row in range(len(contexts))])
+    cache = joined([(both, at) for at in range(len(contexts))])
     tokens = [context[-1:] for context in contexts]
     rows = [runner.stateful(cache, longest - 1, tokens, none, [*range(len(none))], empty)[0]]
-    for row, context in enumerate(contexts):
-        cache = joined([(both, row)])
+    for at, context in enumerate(contexts):
+        cache = joined([(both, at)])
         rows.append(runner.stateful(cache, len(context) - 1, [context[-1:]], [None], [0])[0])
     return torch.cat(rows)
 

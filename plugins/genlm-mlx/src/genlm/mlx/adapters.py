@@ -1,4 +1,4 @@
-"""LoRA: several adapters at once, each applied to its own rows of a batch."""
+"""LoRA: several adapters at once, each applied to its own sequences of a batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from genlm.mlx.folders import MlxFolder, Weights
 from genlm.mlx.repairs import folded
 from mlx.utils import tree_unflatten
 
-#: Settings of PEFT beyond plain LoRA that can be applied by row.
+#: Settings of PEFT beyond plain LoRA that can be applied by sequence.
 APPLIED = frozenset({
     Feature.RSLORA, Feature.RANKS, Feature.ALPHAS, Feature.HEAD, Feature.SAVED_EMBEDDINGS,
 })  # fmt: skip
@@ -33,16 +33,16 @@ APPLIED = frozenset({
 #: How many features each layer takes and gives.
 Shapes = Mapping[str, tuple[int, int]]
 
-#: The version of the adapter of each row; 0 is none.
+#: The version of the adapter of each sequence; 0 is none.
 Versions = Sequence[int] | np.ndarray
 
-#: The rows of the next forward pass by the version of their adapter, without those that have none;
-#: ``None`` is all.
+#: The sequences of the next forward pass by the version of their adapter, without those that have
+#: none; ``None`` is all.
 Selection = dict[int, mx.array | None]
 
 
-class RowLoRA(nn.Module):  # type: ignore[misc]
-    """A linear layer that adds to every row the result of the row's adapter. The adapters set the
+class SequenceLoRA(nn.Module):  # type: ignore[misc]
+    """A linear layer that adds to every sequence the result of its adapter. The adapters set the
     selection, all layers read it."""
 
     def __init__(self, base: Any, selection: Selection) -> None:
@@ -53,13 +53,13 @@ class RowLoRA(nn.Module):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.base(x)
-        for version, rows in self._selection.items():
+        for version, some in self._selection.items():
             if version not in self._weights:
                 continue
             a, b = self._weights[version]
-            if rows is None:
+            if some is None:
                 return y + ((x @ a) @ b).astype(y.dtype)
-            y = y.at[rows].add(((x[rows] @ a) @ b).astype(y.dtype))
+            y = y.at[some].add(((x[some] @ a) @ b).astype(y.dtype))
         return y
 
 
@@ -75,13 +75,13 @@ class Adapters:
         self._selection: Selection = {}
 
     def select(self, versions: Versions) -> None:
-        """Set the adapter of each row of the next forward pass."""
+        """Set the adapter of each sequence of the next forward pass."""
         each = np.asarray(versions)
         found = np.unique(each).tolist()
         self._selection.clear()
         for version in filter(None, found):
-            rows = mx.array(np.flatnonzero(each == version), mx.int32) if found[1:] else None
-            self._selection[version] = rows
+            some = mx.array(np.flatnonzero(each == version), mx.int32) if found[1:] else None
+            self._selection[version] = some
 
     def add(self, adapter: Adapter, contents: AdapterFolder | MlxFolder) -> None:
         """Load an adapter.
@@ -92,16 +92,16 @@ class Adapters:
 
         Raises:
             InvalidAdapterError: it is not valid, made for another model, or changes layers that
-                cannot be adapted by row.
+                cannot be adapted by sequence.
         """
         modules = dict(self._model.named_modules())
-        for name in [name for name, each in modules.items() if isinstance(each, RowLoRA)]:
+        for name in [name for name, each in modules.items() if isinstance(each, SequenceLoRA)]:
             del modules[f"{name}.base"]
         weights = self._read(contents, modules)
         layers = {name: modules[name] for name in weights}
         mx.eval(list(weights.values()))
         wrapped = {
-            name: layer if isinstance(layer, RowLoRA) else RowLoRA(layer, self._selection)
+            name: layer if isinstance(layer, SequenceLoRA) else SequenceLoRA(layer, self._selection)
             for name, layer in layers.items()
         }
         self._model.update_modules(tree_unflatten(list(wrapped.items())))
@@ -111,7 +111,7 @@ class Adapters:
     def remove(self, version: int) -> None:
         """Drop an adapter's weights."""
         for _, module in self._model.named_modules():
-            if isinstance(module, RowLoRA):
+            if isinstance(module, SequenceLoRA):
                 module._weights.pop(version, None)
 
     def _read(
@@ -150,7 +150,7 @@ class Adapters:
         for name, saved in adapter.saved_copies.items():
             layer = name.rpartition(".")[0]
             module = modules.get(layer)
-            module = module.base if isinstance(module, RowLoRA) else module
+            module = module.base if isinstance(module, SequenceLoRA) else module
             weight = getattr(module, "weight", None)
             copy = tensors[saved.name]
             if weight is not None and weight.shape == copy.shape:
@@ -168,7 +168,7 @@ def read_folder(path: str) -> AdapterFolder | MlxFolder:
     """The contents of an adapter's files, without its weights. Called from any thread.
 
     Raises:
-        InvalidAdapterError: it is not valid, or of a kind that cannot be applied by row.
+        InvalidAdapterError: it is not valid, or of a kind that cannot be applied by sequence.
     """
     folder = find_adapter(path)
     config = read_config(folder)
@@ -183,7 +183,7 @@ def _shapes(modules: Mapping[str, Any]) -> Shapes:
     """How many features each linear layer takes and gives."""
     shapes = {}
     for name, module in modules.items():
-        base = module.base if isinstance(module, RowLoRA) else module
+        base = module.base if isinstance(module, SequenceLoRA) else module
         if isinstance(base, nn.Linear | nn.QuantizedLinear):
             outputs, inputs = base.weight.shape
             packed = isinstance(base, nn.QuantizedLinear)

@@ -1,4 +1,4 @@
-"""A block: rows of key/value state that lie in one batch cache and move together."""
+"""A block: sequences whose state lies in one batch cache and moves together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROWTH = 32
 
 @frozen
 class Target:
-    """What a row will be when it is computed.
+    """What a sequence will be when it is computed.
 
     Attributes:
         key: Its key.
@@ -31,7 +31,7 @@ class Target:
 
     @property
     def first(self) -> int:
-        """The first element after which logits are read; the row starts before it."""
+        """The first element after which logits are read; the sequence starts before it."""
         return min(at for _, at in self.rows)
 
     @classmethod
@@ -40,22 +40,23 @@ class Target:
         return cls(key, [(-1, len(key) - 1)])
 
 
-class RowBlock:
-    """Rows of a batch cache, and what they hold. Uses only the public methods of mlx-lm's batch
-    caches.
+class Block:
+    """The sequences of a batch cache, and what they hold. Uses only the public methods of mlx-lm's
+    batch caches.
 
     A method that makes blocks from blocks consumes them, layer by layer, so that old and new never
     both take full memory.
 
     Attributes:
-        keys: For each row, the adapter's version and the tokens whose state the cache holds.
-        targets: What each row will be when it is computed.
+        keys: For each sequence, the adapter's version and the tokens whose state the cache holds.
+        targets: What each sequence will be when it is computed.
         cache: One batch cache per layer.
-        logits: ``[rows, vocab_size]`` float32, of the next token of each row; ``None`` while the
-            block is being built.
-        since: For each row, how many tokens it has gone on since the last state that stays in the
-            store.
-        living: The rows that the store can find. Others have moved to another block.
+        logits: ``[len(keys), vocab_size]`` float32, of the next token of each sequence; ``None``
+            while the block is being built.
+        since: For each sequence, how many tokens it has gone on since the last state that stays in
+            the store.
+        living: The numbers of the sequences that the store can find. Others have moved to
+            another block.
         used: When it was last used, in the store's ticks.
         pinned: Whether it stays until the store is cleared.
     """
@@ -71,20 +72,20 @@ class RowBlock:
         self.pinned = False
 
     @classmethod
-    def empty(cls, runner: Runner, versions: Sequence[int]) -> RowBlock:
-        """Rows without tokens."""
+    def empty(cls, runner: Runner, versions: Sequence[int]) -> Block:
+        """Sequences without tokens."""
         cache = [_merged([layer] * len(versions)) for layer in runner.empty_cache()]
         return cls([(version,) for version in versions], cache)
 
     @property
     def missing(self) -> list[Key]:
-        """What each row lacks before the first token whose logits are read."""
+        """What each sequence lacks before the first token whose logits are read."""
         pairs = zip(self.keys, self.targets, strict=True)
         return [target.key[len(key) : target.first] for key, target in pairs]
 
     @property
     def length(self) -> int:
-        """Tokens in the longest row: the width of all rows."""
+        """Tokens in the longest sequence: the width of all of them."""
         return max(map(len, self.keys)) - 1
 
     @property
@@ -95,21 +96,21 @@ class RowBlock:
 
     @property
     def trimmable(self) -> bool:
-        """Whether tokens can be removed from the end of a row."""
+        """Whether tokens can be removed from the end of a sequence."""
         return all(layer.is_trimmable() for layer in self.cache)
 
     @property
     def stays_trimmable(self) -> bool:
-        """Whether that is so however long the rows become: no window wraps."""
+        """Whether that is so however long the sequences become: no window wraps."""
         return self.trimmable and not any(map(_rotates, self.cache))
 
-    def towards(self, targets: Sequence[Target]) -> RowBlock:
+    def towards(self, targets: Sequence[Target]) -> Block:
         """This block, to be computed up to these contexts."""
         self.targets = list(targets)
         return self
 
-    def split(self, parts: Sequence[Sequence[int]]) -> list[RowBlock]:
-        """One block for each of the given lists of rows; a row may occur more than once."""
+    def split(self, parts: Sequence[Sequence[int]]) -> list[Block]:
+        """One block for each of the given lists of sequences; one may occur more than once."""
         if len(parts) == 1 and list(parts[0]) == list(range(len(self.keys))):
             return [self]
         blocks = [self._with(part) for part in parts]
@@ -123,28 +124,28 @@ class RowBlock:
             mx.eval([block.cache[-1].state for block in blocks], [block.logits for block in blocks])
         return blocks
 
-    def copied(self, rows: Sequence[int]) -> RowBlock:
-        """A new block of the given rows; a row may occur more than once. This block stays."""
+    def copied(self, numbers: Sequence[int]) -> Block:
+        """A new block of the given sequences; one may occur more than once. This block stays."""
         cache = copy.deepcopy(self.cache)  # copies handles: arrays stay shared until written to
         for layer in cache:
-            layer.filter(mx.array(rows, mx.int32))
+            layer.filter(mx.array(numbers, mx.int32))
             mx.eval(layer.state)
-        block = self._with(rows)
+        block = self._with(numbers)
         block.cache = cache
         return block
 
-    def trimmed(self, row: int, length: int) -> RowBlock:
-        """A new block of the first ``length`` tokens of one row. This block stays."""
+    def trimmed(self, number: int, length: int) -> Block:
+        """A new block of the first ``length`` tokens of one sequence. This block stays."""
         cache = []
         for layer in self.cache:
-            single = layer.extract(row)
-            single.trim(len(self.keys[row]) - 1 - length)
+            single = layer.extract(number)
+            single.trim(len(self.keys[number]) - 1 - length)
             cache.append(_merged([single]))
         mx.eval([layer.state for layer in cache])
-        return RowBlock([self.keys[row][: length + 1]], cache)
+        return Block([self.keys[number][: length + 1]], cache)
 
-    def joined(self, others: Sequence[RowBlock]) -> RowBlock:
-        """The rows of this block, then those of the others."""
+    def joined(self, others: Sequence[Block]) -> Block:
+        """The sequences of this block, then those of the others."""
         for other in others:
             self.keys = self.keys + other.keys
             self.targets = self.targets + other.targets
@@ -155,7 +156,7 @@ class RowBlock:
         return self
 
     def feed(self, runner: Runner, tokens: Sequence[Key]) -> None:
-        """Append ``tokens[i]``, one or more, to row ``i``."""
+        """Append ``tokens[i]``, one or more, to sequence ``i``."""
         if max(map(len, tokens)) > 1:
             self.settle()
         runner.feed(self.cache, [key[0] for key in self.keys], tokens)
@@ -171,13 +172,13 @@ class RowBlock:
         else:
             self.settle()
             wanted = [
-                (row, at - len(key))
-                for row, (key, target) in enumerate(pairs)
+                (number, at - len(key))
+                for number, (key, target) in enumerate(pairs)
                 for _, at in target.rows
             ]
             rows = runner.read(self.cache, versions, tokens, wanted)
-            number = {place: at for at, place in enumerate(wanted)}
-            last = [number[row, len(some) - 1] for row, some in enumerate(tokens)]
+            found = {place: at for at, place in enumerate(wanted)}
+            last = [found[number, len(some) - 1] for number, some in enumerate(tokens)]
             self.logits = rows[mx.array(last, mx.int32)]
         owners = [owner for target in self.targets for owner, _ in target.rows]
         self._reach([target.key for target in self.targets])
@@ -192,31 +193,31 @@ class RowBlock:
         ]
         self.keys = list(keys)
 
-    def _with(self, rows: Sequence[int]) -> RowBlock:
-        block = RowBlock([self.keys[row] for row in rows], [])
-        block.targets = [self.targets[row] for row in rows] if self.targets else []
-        block.since = [self.since[row] for row in rows]
-        block.logits = None if self.logits is None else self.logits[mx.array(rows, mx.int32)]
+    def _with(self, numbers: Sequence[int]) -> Block:
+        block = Block([self.keys[number] for number in numbers], [])
+        block.targets = [self.targets[number] for number in numbers] if self.targets else []
+        block.since = [self.since[number] for number in numbers]
+        block.logits = None if self.logits is None else self.logits[mx.array(numbers, mx.int32)]
         return block
 
     def settle(self) -> None:
-        """Lay out rotating rows again, oldest token first.
+        """Lay out rotating caches again, oldest token first.
 
         mlx-lm 0.32.2 masks several new tokens wrongly if a rotating cache has taken single tokens
-        and a row is padded on the left. Split and merged again, the cache is as after a prefill,
-        and masked correctly.
+        and a sequence is padded on the left. Split and merged again, the cache is as after a
+        prefill, and masked correctly.
         """
         if not self.cache or not any(_rotates(layer) for layer in self.cache):
             return
         for i, layer in enumerate(self.cache):
             if not layer.empty():
-                singles = [layer.extract(row) for row in range(len(self.keys))]
+                singles = [layer.extract(number) for number in range(len(self.keys))]
                 self.cache[i] = _merged(singles)
                 mx.eval(self.cache[i].state)
 
 
 def _merged(singles: Sequence[Any]) -> Any:
-    """The batch cache of single rows of one layer."""
+    """The batch cache of the caches of single sequences, of one layer."""
     merged = singles[0].merge(singles)
     for layer in getattr(merged, "caches", (merged,)):
         if hasattr(layer, "step"):

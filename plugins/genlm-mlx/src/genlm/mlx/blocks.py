@@ -1,4 +1,4 @@
-"""Blocks of key/value rows, for caches that the planner's table cannot hold: recurrent states, and
+"""Blocks of sequences, for caches that the planner's table cannot hold: recurrent states, and
 attention that mlx-lm computes in another way. Shared prefixes are computed once, and known ones are
 not computed again."""
 
@@ -16,61 +16,61 @@ from genlm.core import Query
 from genlm.kit.kv import Placement, TokenSequence
 from genlm.kit.kv.placement import nested
 from genlm.kit.prefixes import PrefixIndex, common_length
-from genlm.mlx.block import RowBlock, Target
+from genlm.mlx.block import Block, Target
 from genlm.mlx.cache_limit import CacheLimit
 from genlm.mlx.runner import Cache, Key, Runner, in_order, key_of
 
-#: The least tokens for which a shared prefix is computed first, a longer row is trimmed and used,
-#: and state that cannot be trimmed is kept when a context extends it by one token. It is also what
-#: a forward pass costs beside its tokens, in tokens.
+#: The least tokens for which a shared prefix is computed first, a longer sequence is trimmed and
+#: used, and state that cannot be trimmed is kept when a context extends it by one token. It is also
+#: what a forward pass costs beside its tokens, in tokens.
 WORTHWHILE = 16
 
 #: Up to this many tokens before those whose logits are read are computed together with them. More
 #: are computed first, without their logits.
 FEW_MORE = 64
 
-#: If at least this share of a block stays when rows leave it, the block is not changed: a copy
+#: If at least this share of a block stays when sequences leave it, the block is not changed: a copy
 #: costs more than the unused room.
 STAYS_WHOLE = 1 / 4
 
-#: Rows with at most this many padded positions are always evaluated together.
+#: Sequences with at most this many padded positions are always evaluated together.
 TOLERATED_PADDING = 4096
 
 
 @frozen(eq=False)
 class Place:
-    """Where a row is."""
+    """Where the state of a sequence is: its block, and its number in that."""
 
-    block: RowBlock
-    row: int
+    block: Block
+    number: int
 
     @property
     def key(self) -> Key:
-        return self.block.keys[self.row]
+        return self.block.keys[self.number]
 
 
 class Blocks:
-    """Evaluates contexts, each starting from the longest part of it that some row holds.
+    """Evaluates contexts, each starting from the longest part of it that some kept sequence holds.
 
-    Rows that contexts extend move to a new block: their tokens can still be found as a prefix. They
-    leave unused room in the old block, until the block is dropped or little else of it is left.
-    If the state cannot be trimmed when it has grown (recurrent, or a window that wraps), some rows
-    stay: what contexts extend by several tokens, one of which the next may leave, and one in so
-    many of those that are extended by one.
+    Sequences that contexts extend move to a new block: their tokens can still be found as a prefix.
+    They leave unused room in the old block, until the block is dropped or little else of it is
+    left. If the state cannot be trimmed when it has grown (recurrent, or a window that wraps), some
+    sequences stay: what contexts extend by several tokens, one of which the next may leave, and one
+    in so many of those that are extended by one.
 
     Args:
         runner: The model.
-        max_bytes: The most bytes to keep besides pinned rows and those of the last call; the least
-            recently used blocks are dropped first. For ``None`` see
+        max_bytes: The most bytes to keep besides pinned sequences and those of the last call; the
+            least recently used blocks are dropped first. For ``None`` see
             :class:`~genlm.mlx.cache_limit.CacheLimit`.
-        ragged: Whether rows of unequal length can be fed together.
+        ragged: Whether sequences of unequal length can be fed together.
     """
 
     def __init__(self, runner: Runner, max_bytes: int | None, ragged: bool = True) -> None:
         self._runner = runner
         self._cache_limit = CacheLimit(max_bytes)
         self._ragged = ragged
-        self._blocks: list[RowBlock] = []
+        self._blocks: list[Block] = []
         self._index: PrefixIndex[Key, Place] = PrefixIndex()
         self._tick = 0
 
@@ -120,9 +120,9 @@ class Blocks:
             return self._runner.empty_cache(), 0
         place.block.used = self._tick
         if reused < len(place.key):
-            branch = place.block.trimmed(place.row, reused - 1)
+            branch = place.block.trimmed(place.number, reused - 1)
         else:
-            branch = place.block.copied([place.row])
+            branch = place.block.copied([place.number])
             branch.settle()
         return branch.cache, reused - 1
 
@@ -134,27 +134,26 @@ class Blocks:
         place = self._index.get(key)
         if place is not None and not place.block.pinned:
             pinned, *_ = self._replace(
-                place.block, [[place.row], sorted(place.block.living - {place.row})]
+                place.block, [[place.number], sorted(place.block.living - {place.number})]
             )
             pinned.pinned = True
 
     def drop(self, version: int) -> None:
-        """Drop every row of an adapter."""
+        """Drop every sequence of an adapter."""
         for block in [
             block for block in self._blocks if any(key[0] == version for key in block.keys)
         ]:
-            self._replace(
-                block, [[row for row in sorted(block.living) if block.keys[row][0] != version]]
-            )
+            others = [at for at in sorted(block.living) if block.keys[at][0] != version]
+            self._replace(block, [others])
 
     def clear(self) -> None:
-        """Drop all rows."""
+        """Drop all sequences."""
         self._blocks.clear()
         self._index = PrefixIndex()
         self._cache_limit.clear()
 
     def close(self) -> None:
-        """Drop all rows."""
+        """Drop all sequences."""
         self.clear()
 
     # --- the course of a call ---------------------------------------------------------------------
@@ -201,20 +200,20 @@ class Blocks:
         return worthwhile
 
     def _advance(self, targets: Sequence[Target]) -> Iterator[tuple[list[int], mx.array]]:
-        """Compute targets, and make their rows part of the store; whose the rows on the way are,
-        and their logits."""
-        waiting: dict[tuple[int, int], list[RowBlock]] = defaultdict(list)
+        """Compute targets, and make them part of the store; whose the rows on the way are, and
+        their logits."""
+        waiting: dict[tuple[int, int], list[Block]] = defaultdict(list)
         started = self._started(targets)
         ahead = sum(len(tokens) for block in started for tokens in block.missing) > FEW_MORE
         for block in started:
             parts: dict[tuple[int, int], list[int]] = defaultdict(list)
-            for row, (target, tokens) in enumerate(zip(block.targets, block.missing, strict=True)):
+            for at, (target, tokens) in enumerate(zip(block.targets, block.missing, strict=True)):
                 first = len(tokens) if ahead else 0
-                more = len(target.key) - len(block.keys[row]) - first
-                parts[self._width_class(first), self._width_class(more - 1)].append(row)
+                more = len(target.key) - len(block.keys[at]) - first
+                parts[self._width_class(first), self._width_class(more - 1)].append(at)
             for widths, part in zip(parts, block.split([*parts.values()]), strict=True):
                 waiting[widths].append(part)
-        fed: dict[int, list[RowBlock]] = defaultdict(list)
+        fed: dict[int, list[Block]] = defaultdict(list)
         for (_, width), blocks in waiting.items():
             for block in _packed(blocks):
                 if ahead and any(missing := block.missing):
@@ -227,13 +226,14 @@ class Blocks:
                 yield result
 
     def _width_class(self, width: int) -> int:
-        """Rows of one class are fed together: at most about half of it is padding."""
+        """Sequences of one class are fed together: at most about half of it is padding."""
         return ((width + 7) // 8).bit_length() if self._ragged else width
 
     # --- where contexts start ---------------------------------------------------------------------
 
     def _source(self, key: Key, most: int) -> tuple[Place | None, int]:
-        """The row that ``key`` can start from, and how many of its elements; of ``key[:most]``."""
+        """The sequence that ``key`` can start from, and how many of its elements; of
+        ``key[:most]``."""
         key = key[:most]
         prefix = self._index.longest_prefix(key)
         whole = len(prefix) if prefix else 0
@@ -242,9 +242,9 @@ class Blocks:
             return self._index[near], common
         return (self._index[prefix], whole) if prefix else (None, 0)
 
-    def _started(self, targets: Sequence[Target]) -> list[RowBlock]:
+    def _started(self, targets: Sequence[Target]) -> list[Block]:
         """Every target in a block that holds a part of it, maybe none of it."""
-        extended: dict[RowBlock, list[tuple[int, Target]]] = defaultdict(list)
+        extended: dict[Block, list[tuple[int, Target]]] = defaultdict(list)
         started, fresh = [], []
         for one in targets:
             place, reused = self._source(one.key, one.first)
@@ -252,27 +252,27 @@ class Blocks:
                 fresh.append(one)
             elif reused < len(place.key):
                 self._touch(place.block)
-                started.append(place.block.trimmed(place.row, reused - 1).towards([one]))
+                started.append(place.block.trimmed(place.number, reused - 1).towards([one]))
             else:
-                extended[place.block].append((place.row, one))
+                extended[place.block].append((place.number, one))
         for block, items in extended.items():
-            # Sorted only by row: keys of the same row stay in the order asked.
-            rows, some = zip(*sorted(items, key=itemgetter(0)), strict=True)
-            stays = any(len(one.key) > len(block.keys[row]) + 1 for row, one in items)
-            started.append(self._moved_on(block, rows, stays, needed=extended).towards(some))
+            # Sorted only by number: keys that extend the same sequence stay in the order asked.
+            numbers, some = zip(*sorted(items, key=itemgetter(0)), strict=True)
+            stays = any(len(one.key) > len(block.keys[number]) + 1 for number, one in items)
+            started.append(self._moved_on(block, numbers, stays, needed=extended).towards(some))
         if fresh:
             versions = [one.key[0] for one in fresh]
-            started.append(RowBlock.empty(self._runner, versions).towards(fresh))
+            started.append(Block.empty(self._runner, versions).towards(fresh))
         return started
 
     def _moved_on(
-        self, block: RowBlock, rows: Sequence[int], stays: bool, needed: Collection[RowBlock]
-    ) -> RowBlock:
-        """Take the rows that are extended out of their block and leave the others.
+        self, block: Block, numbers: Sequence[int], stays: bool, needed: Collection[Block]
+    ) -> Block:
+        """Take the sequences that are extended out of their block and leave the others.
 
         Args:
             block: It.
-            rows: Those rows.
+            numbers: Those of the sequences in the block.
             stays: Whether they stay in it, too, if their state cannot be trimmed.
             needed: Blocks that are used in this call.
         """
@@ -282,18 +282,18 @@ class Blocks:
             if far == WORTHWHILE and not stays and not block.pinned:
                 # It has grown by single tokens, and nobody may come back: it goes first.
                 block.used = 0
-            moved = block.copied(rows)
-            moved.since = [0] * len(rows)
+            moved = block.copied(numbers)
+            moved.since = [0] * len(numbers)
             return moved
-        staying = sorted(block.living.difference(rows))
+        staying = sorted(block.living.difference(numbers))
         if len(staying) >= STAYS_WHOLE * len(block.keys):
-            for row in block.living.intersection(rows):
-                self._index.remove(block.keys[row])
+            for number in block.living.intersection(numbers):
+                self._index.remove(block.keys[number])
             block.living = set(staying)
             self._evict(needed, left=block)
-            return block.copied(rows) if block in self._blocks else block.split([rows])[0]
+            return block.copied(numbers) if block in self._blocks else block.split([numbers])[0]
         self._forget(block)
-        moved, *left = block.split([rows, staying] if staying else [rows])
+        moved, *left = block.split([numbers, staying] if staying else [numbers])
         for rest in left:
             self._keep(rest)
             rest.used = block.used
@@ -301,25 +301,25 @@ class Blocks:
 
     # --- keeping ----------------------------------------------------------------------------------
 
-    def _keep(self, block: RowBlock) -> None:
+    def _keep(self, block: Block) -> None:
         broken = mx.isnan(block.logits[:, 0]).tolist()  # such state gives nan to all that follows
         block.used = self._tick
         block.living = {
-            row
-            for row, (key, bad) in enumerate(zip(block.keys, broken, strict=True))
+            number
+            for number, (key, bad) in enumerate(zip(block.keys, broken, strict=True))
             if not bad and key not in self._index  # a score may end where a context does
         }
         if block.living:
             self._blocks.append(block)
-        for row in sorted(block.living):
-            self._index.add(block.keys[row], Place(block, row))
+        for number in sorted(block.living):
+            self._index.add(block.keys[number], Place(block, number))
 
-    def _forget(self, block: RowBlock) -> None:
+    def _forget(self, block: Block) -> None:
         self._blocks.remove(block)
-        for row in block.living:
-            self._index.remove(block.keys[row])
+        for number in block.living:
+            self._index.remove(block.keys[number])
 
-    def _replace(self, block: RowBlock, parts: Sequence[Sequence[int]]) -> list[RowBlock]:
+    def _replace(self, block: Block, parts: Sequence[Sequence[int]]) -> list[Block]:
         """Split a block of the store; empty parts give no block."""
         self._forget(block)
         blocks = block.split([part for part in parts if part])
@@ -328,21 +328,21 @@ class Blocks:
             split.used, split.pinned = block.used, block.pinned
         return blocks
 
-    def _touch(self, block: RowBlock) -> None:
+    def _touch(self, block: Block) -> None:
         """Note that contexts start from a block: it is dropped after those from which none does,
-        but does not count as rows of this call."""
+        but does not count as one of this call."""
         block.used = max(block.used, self._tick - 1)
 
     def _recalled(self, place: Place) -> mx.array:
         place.block.used = self._tick
-        return place.block.logits[place.row]
+        return place.block.logits[place.number]
 
-    def _evict(self, needed: Collection[RowBlock] = (), left: RowBlock | None = None) -> None:
+    def _evict(self, needed: Collection[Block] = (), left: Block | None = None) -> None:
         """Forget the least recently used blocks beyond the limit.
 
         Args:
-            needed: Blocks whose rows this call still takes.
-            left: One of them that is no longer needed after its rows are copied.
+            needed: Blocks whose sequences this call still takes.
+            left: One of them that is no longer needed after its sequences are copied.
         """
         in_hand = [
             block
@@ -357,7 +357,7 @@ class Blocks:
                 self._forget(block)
 
 
-def _nbytes(blocks: Iterable[RowBlock]) -> int:
+def _nbytes(blocks: Iterable[Block]) -> int:
     return sum(block.nbytes for block in blocks)
 
 
@@ -393,9 +393,9 @@ def _common(one: Target, other: Target) -> int:
     return min(shared, latest, other.first)
 
 
-def _packed(blocks: Sequence[RowBlock]) -> list[RowBlock]:
+def _packed(blocks: Sequence[Block]) -> list[Block]:
     """Join blocks, the longest first, as long as padding is not more than half of the result."""
-    packed: list[list[RowBlock]] = []
+    packed: list[list[Block]] = []
     for block in sorted(blocks, key=lambda block: -block.length):
         if packed and _dense([*packed[-1], block]):
             packed[-1].append(block)
@@ -404,7 +404,7 @@ def _packed(blocks: Sequence[RowBlock]) -> list[RowBlock]:
     return [first.joined(others) for first, *others in packed]
 
 
-def _dense(blocks: Sequence[RowBlock]) -> bool:
+def _dense(blocks: Sequence[Block]) -> bool:
     lengths = [len(key) for block in blocks for key in block.keys]
     padding = max(lengths) * len(lengths) - sum(lengths)
     return padding <= max(TOLERATED_PADDING, sum(lengths))

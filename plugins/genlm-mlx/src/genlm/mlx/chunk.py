@@ -8,7 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 from genlm.kit.segments import Segment
 
-#: Keys and values of one layer, ``[rows, heads, positions, head_dim]`` each.
+#: Keys and values of one layer, ``[batch, heads, positions, head_dim]`` each.
 LayerState = tuple[mx.array, mx.array]
 
 

@@ -38,8 +38,8 @@ class MlxEngine:
     the thread that built it.
 
     Attributes:
-        store: The key/value rows; ``None`` if the model's caches cannot be batched: then each query
-            is computed alone.
+        store: The key/value state; ``None`` if the model's caches cannot be batched: then each
+            query is computed alone.
     """
 
     device = "cpu"  # of the returned rows; MLX may compute elsewhere
@@ -87,8 +87,8 @@ class MlxEngine:
             else:
                 now.append(query)
         oldest, self._chunked = next(iter(chunks.values()), None), None
-        # Together with the others, so that its row is not the least recently used. It may be equal
-        # to one of theirs, and they must be distinct.
+        # Together with the others, so that its state is not the least recently used. It may be
+        # equal to one of theirs, and they must be distinct.
         asked = now if oldest is None else [*dict.fromkeys([*now, oldest])]
         rows = self.logprobs(asked)[: len(now)] if asked else torch.empty(0)
         self._waiting, self._chunked = list(chunks), oldest

@@ -59,7 +59,7 @@ class MlxFolder:
         if tuned != "lora":
             raise InvalidAdapterError(
                 f"LoRA adapter {path} has fine_tune_type={tuned!r:.40}; only 'lora' is applied by "
-                f"row: {FUSE}"
+                f"sequence: {FUSE}"
             )
         parameters = config.get("lora_parameters")
         scale = parameters.get("scale") if isinstance(parameters, dict) else None

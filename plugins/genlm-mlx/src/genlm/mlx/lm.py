@@ -23,7 +23,7 @@ class AsyncMlxLM(NamedLM):
         Args:
             model_name: A local folder or a hub name; checkpoints of transformers and of mlx-lm,
                 quantized ones too.
-            prefill_step_size: The most tokens in one forward pass, over all rows of a batch.
+            prefill_step_size: The most tokens in one forward pass, over all sequences of a batch.
             kv_cache_bytes: The most bytes of key/value state to keep besides the current batch's
                 and pinned prompts'; ``None`` keeps in all two and a half times what the largest
                 batch took, and at least 64 MiB besides any batch.

@@ -22,12 +22,12 @@ from mlx.utils import tree_flatten
 #: for less precise ones.
 TOLERANCE, COARSE_TOLERANCE = 5e-4, 0.1
 
-#: Rows in a batch of the probe. Masks and states of the wrong shape may broadcast by accident if
-#: the batch is as large as some number of heads: no number of heads equals both.
+#: Sequences in a batch of the probe. Masks and states of the wrong shape may broadcast by accident
+#: if the batch is as large as some number of heads: no number of heads equals both.
 BATCHES = (5, 7)
 
-#: The most tokens of each row that the probe feeds at a time, so that unequal rows take several
-#: chunks.
+#: The most tokens of each sequence that the probe feeds at a time, so that unequal ones take
+#: several chunks.
 CHUNK = 3
 
 #: Numbers for sharing that short contexts reach.
@@ -41,8 +41,9 @@ REFUSED = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeEr
 
 
 def store_of(runner: Runner, max_bytes: int | None) -> Blocks | Store | None:
-    """What keeps state so that rows are right: in a table with shared prefixes, in blocks of rows
-    of unequal length, in blocks whose rows are fed the same number of tokens, or nothing."""
+    """What keeps state so that rows are right: in a table with shared prefixes, in blocks of
+    sequences of unequal length, in blocks whose sequences are fed the same number of tokens, or
+    nothing."""
     if not all(hasattr(layer, "merge") for layer in runner.empty_cache()):
         return None
     if _can_share(runner):
@@ -51,15 +52,15 @@ def store_of(runner: Runner, max_bytes: int | None) -> Blocks | Store | None:
             return Store(runner, max_bytes, on_close=hooked)
         hooked()
     for ragged in (True, False):
-        if all(_batches(runner, rows, ragged) for rows in BATCHES):
+        if all(_batches(runner, count, ragged) for count in BATCHES):
             return Blocks(runner, max_bytes, ragged)
     return None
 
 
-def _batches(runner: Runner, rows: int, ragged: bool) -> bool:
-    """Whether ``rows`` rows, of equal length or not, are right in one cache."""
-    chunked = Runner(runner.model, runner.adapters, CHUNK * rows)
-    return _right(chunked, lambda: Blocks(chunked, 0, ragged), _unequal(rows))
+def _batches(runner: Runner, count: int, ragged: bool) -> bool:
+    """Whether ``count`` sequences, of equal length or not, are right in one cache."""
+    chunked = Runner(runner.model, runner.adapters, CHUNK * count)
+    return _right(chunked, lambda: Blocks(chunked, 0, ragged), _unequal(count))
 
 
 def _can_share(runner: Runner) -> bool:
@@ -79,22 +80,22 @@ def _shares(runner: Runner) -> bool:
     return _right(runner, lambda: Store(runner, 0, SHARING_COSTS), batches)
 
 
-def _unequal(rows: int) -> list[list[Key]]:
+def _unequal(count: int) -> list[list[Key]]:
     """Prompts of unequal length, then with one token more, then with several, then with several
     more and those that begin them."""
-    prompts: list[Key] = [(0, *range(1 + row, 4 + row + 2 * row % 7)) for row in range(rows)]
+    prompts: list[Key] = [(0, *range(1 + at, 4 + at + 2 * at % 7)) for at in range(count)]
     grown = [(*key, 7) for key in prompts]
-    further = [(*key, *range(2, 4 + row % 2)) for row, key in enumerate(grown)]
-    longer = [(*key, *range(4, 6 + row % 3)) for row, key in enumerate(further)]
+    further = [(*key, *range(2, 4 + at % 2)) for at, key in enumerate(grown)]
+    longer = [(*key, *range(4, 6 + at % 3)) for at, key in enumerate(further)]
     return [prompts, grown, further, [*longer, *(key[:-1] for key in longer)]]
 
 
-def _behind_prompts(rows: int) -> list[list[Key]]:
-    """``rows`` contexts after two prompts, one a prefix of the other, and without a prompt."""
+def _behind_prompts(count: int) -> list[list[Key]]:
+    """``count`` contexts after two prompts, one a prefix of the other, and without a prompt."""
     prompt: Key = (0, *(3 + at % 5 for at in range(20)))
     prompts: list[Key] = [
-        *((*prompt, *range(1, 2 + row)) for row in range(rows // 2)),
-        *((*prompt, *prompt[:0:-1], 1 + row) for row in range(rows // 2)),
+        *((*prompt, *range(1, 2 + at)) for at in range(count // 2)),
+        *((*prompt, *prompt[:0:-1], 1 + at) for at in range(count // 2)),
         (0, 9, 2),
     ]
     return [prompts, [(*key, 7) for key in prompts]]

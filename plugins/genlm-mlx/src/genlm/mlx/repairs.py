@@ -10,12 +10,12 @@ import mlx.core as mx
 
 
 class Gemma2Attention(gemma2.Attention):  # type: ignore[misc]
-    """Gemma 2's attention with masks that differ by row.
+    """Gemma 2's attention with masks that differ by sequence.
 
     With several query heads for each key/value head, mlx-lm's scores have five axes,
-    ``[rows, kv_heads, repeats, new, all]``. It aligns the mask of a batch, ``[rows, 1, new, all]``,
-    with the last four: rows meet key/value heads, which fits by accident if there are as many of
-    both.
+    ``[batch, kv_heads, repeats, new, all]``. It aligns the mask of a batch,
+    ``[batch, 1, new, all]``, with the last four: sequences meet key/value heads, which fits by
+    accident if there are as many of both.
     """
 
     def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:

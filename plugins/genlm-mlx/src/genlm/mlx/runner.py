@@ -1,4 +1,4 @@
-"""The model as a function of caches and tokens: forward passes, in chunks, for a batch of rows."""
+"""The model as a function of caches and tokens: forward passes, in chunks, over a batch."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ def version_of(query: Query) -> int:
 
 
 def key_of(query: Query) -> Key:
-    """The name of a query's row."""
+    """The key of a query's sequence."""
     return (version_of(query), *query.token_ids)
 
 
 class Runner:
-    """Runs the model over the rows of a cache.
+    """Runs the model over the sequences of a cache.
 
-    A row is named by its key: the version of its adapter (0 is the base model), then its tokens.
+    A sequence is named by its key: the version of its adapter (0 is the base model), then its
+    tokens.
 
     Args:
         model: The mlx-lm model.
-        adapters: The LoRA weights, applied by row.
-        step_size: The most tokens in one forward pass, over all rows.
+        adapters: The LoRA weights, applied by sequence.
+        step_size: The most tokens in one forward pass, over all sequences.
     """
 
     def __init__(self, model: Any, adapters: Adapters, step_size: int) -> None:
@@ -54,12 +55,12 @@ class Runner:
         self.step_size = step_size
 
     def empty_cache(self) -> Cache:
-        """The model's cache of one row, without tokens."""
+        """The model's cache of one sequence, without tokens."""
         return make_prompt_cache(self.model)  # type: ignore[no-any-return]
 
     def feed(self, cache: Cache, versions: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
-        """Append ``tokens[i]``, one or more, to row ``i``. Meanwhile, rows of unequal length are
-        padded on the right."""
+        """Append ``tokens[i]``, one or more, to sequence ``i``. Meanwhile, sequences of unequal
+        length are padded on the right."""
         for _ in self._chunks_of(cache, versions, tokens, self.step_size // len(tokens)):
             mx.eval([layer.state for layer in cache])
 
@@ -71,7 +72,7 @@ class Runner:
         wanted: Sequence[tuple[int, int]],
     ) -> mx.array:
         """The same, and the logits after the ``wanted`` tokens, ``[len(wanted), vocab_size]``
-        float32. Each is a row, and which of its tokens."""
+        float32. Each is a sequence, and which of its tokens."""
         most = min(max(WITH_LOGITS // len(tokens), LEAST_READ), self.step_size // len(tokens))
         order: list[int] = []
         parts: list[mx.array] = []
@@ -79,9 +80,9 @@ class Runner:
             stop = start + logits.shape[1]
             some = [n for n, (_, at) in enumerate(wanted) if start <= at < stop]
             if some:
-                places = [(row, at - start) for row, at in map(wanted.__getitem__, some)]
-                rows, columns = mx.array(places, mx.int32).T
-                parts.append(logits[rows, columns].astype(mx.float32))
+                places = [(number, at - start) for number, at in map(wanted.__getitem__, some)]
+                numbers, columns = mx.array(places, mx.int32).T
+                parts.append(logits[numbers, columns].astype(mx.float32))
             order += some
             mx.eval(parts[-1:], [layer.state for layer in cache])
         return in_order([(order, mx.concatenate(parts))])
@@ -91,13 +92,13 @@ class Runner:
     ) -> Iterator[tuple[int, mx.array]]:
         """Append tokens, about ``most`` columns at a time: the first of these, and the logits of
         all, which are computed only if they are read."""
-        lengths = [len(row) for row in tokens]
+        lengths = [len(some) for some in tokens]
         width = max(lengths)
-        block = mx.array([[*row, *[0] * (width - len(row))] for row in tokens], mx.int32)
+        block = mx.array([[*some, *[0] * (width - len(some))] for some in tokens], mx.int32)
         self.adapters.select(versions)
         for start, stop in _chunks(width, most):
-            # Each chunk by itself: mlx-lm treats the lengths of recurrent rows as places in the
-            # chunk.
+            # Each chunk by itself: mlx-lm treats the lengths of recurrent sequences as places in
+            # the chunk.
             own = [min(max(length, start), stop) - start for length in lengths]
             ragged = min(own) < stop - start
             if ragged:
@@ -111,20 +112,21 @@ class Runner:
             yield start, logits
 
     def step(self, cache: Cache, versions: Sequence[int], tokens: Sequence[int]) -> mx.array:
-        """Append one token to each row; the logits of the next, ``[rows, vocab_size]`` float32."""
+        """Append one token to each sequence; the logits of the next, ``[len(tokens), vocab_size]``
+        float32."""
         logits = self.one_by_one(cache, versions, tokens).astype(mx.float32)
         mx.eval(logits, [layer.state for layer in cache])
         return logits
 
     def one_by_one(self, cache: Cache, versions: Versions, tokens: Sequence[int]) -> mx.array:
-        """The logits after tokens, each of which is its own row, ``[tokens, vocab_size]``: computed
-        only if they are read."""
+        """The logits after tokens, each of which is a sequence of its own, ``[len(tokens),
+        vocab_size]``: computed only if they are read."""
         self.adapters.select(versions)
         logits: mx.array = self.model(mx.array(tokens, mx.int32)[:, None], cache=cache)[:, -1, :]
         return logits
 
     def following(self, cache: Cache, version: int, tokens: Key, last: int) -> Iterator[mx.array]:
-        """Append ``tokens`` to a cache of one row.
+        """Append ``tokens`` to a cache of one sequence.
 
         Yields:
             The logits after each of the ``last`` tokens, ``[n, vocab_size]`` float32: a few at a
@@ -155,7 +157,7 @@ class Runner:
 def _chunks(width: int, most: int) -> Iterator[tuple[int, int]]:
     """Cut ``width`` columns into chunks of about the same length, at most ``most`` if possible. If
     there are several, none has a single column, because rotating caches do not take such a chunk of
-    rows of unequal length."""
+    sequences of unequal length."""
     count = max(1, min(ceil(width / max(most, 2)), width // 2))
     return pairwise(width * at // count for at in range(count + 1))
 
