@@ -188,6 +188,41 @@ def test_experts(tiny: str, tmp_path: Path, family: Any, settings: dict[str, Any
         assert outcome(lm, case, 1e-4) == "right"
 
 
+@pytest.mark.parametrize("end", ["removed", "closed"])
+def test_adapted_parameters_keep_their_place_in_the_model(
+    tiny: str, tmp_path: Path, end: str
+) -> None:
+    """An optimizer knows parameters by their order, and its saved state too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**QWEN3_NEXT, initializer_range=0.2))
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    folder = tmp_path / "model"
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    settings = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    adapters = {
+        name: make_adapter(Kind("experts", settings), str(folder), tmp_path / name, seed)
+        for seed, name in enumerate("ab", 1)
+    }
+    names, parameters = [*model.state_dict()], [*model.parameters()]
+    with AsyncTransformer(model, tokenizer, cache_size=0) as lm:
+        rows = [lm.next_token_logprobs_sync([5, 6, 7])]
+        for name, path in adapters.items():
+            lm.add_new_lora(path, name)
+            rows.append(lm.next_token_logprobs_sync([5, 6, 7], lora_name=name))
+        for row, path in zip(rows, (None, *adapters.values()), strict=True):
+            (expected,) = reference_rows(str(folder), path, [[5, 6, 7]])
+            torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+        if end == "removed":
+            for name in adapters:
+                lm.remove_lora(name)
+            assert [*model.state_dict()] == names
+            again = lm.next_token_logprobs_sync([5, 6, 7])
+            torch.testing.assert_close(again, rows[0], atol=1e-4, rtol=0)
+    assert [*model.state_dict()] == names
+    assert [*map(id, model.parameters())] == [*map(id, parameters)]
+
+
 def test_layers_that_see_all_rows_of_a_padded_batch_as_one(tiny: str, tmp_path: Path) -> None:
     """Those of OPT, and shared experts; where state is kept, each token is a row of its own."""
     torch.manual_seed(0)

@@ -54,6 +54,7 @@ class AdapterSet:
         # Of the model without adapters: of its modules, and of its parameters.
         self._shapes: Mapping[str, tuple[int, int]] = {}
         self._parameters: Mapping[str, tuple[int, ...]] = {}
+        self._order: Mapping[Any, Sequence[str]] = {}  # by module, the names of its parameters
         self._trainable: list[Any] = []  # parameters of the model that PEFT freezes
         self._names: list[str] | None = None  # of the sequences of the mixed batch under way
         self._wanted: list[str] | None = None  # of each position that the output layer sees
@@ -172,6 +173,7 @@ class AdapterSet:
             name: tuple(each.shape)
             for name, each in self._model.named_parameters(remove_duplicate=False)
         }
+        self._order = {each: [*each._parameters] for each in self._model.modules()}
         self._trainable = [each for each in self._model.parameters() if each.requires_grad]
 
     def remove(self, adapter: Adapter) -> None:
@@ -281,6 +283,15 @@ class AdapterSet:
                 parent, _, last = name.rpartition(".")
                 original = module.original_module if whole else module.base_layer
                 setattr(self._model.get_submodule(parent), last, original)
+                self._reorder(original)
+
+    def _reorder(self, module: Any) -> None:
+        """Put a module's parameters into the order that they had without adapters. Where PEFT
+        adapts a parameter itself, it takes it out for each forward, and appends it afterwards."""
+        parameters = module._parameters
+        for name in self._order.get(module, ()):
+            if name in parameters:
+                parameters[name] = parameters.pop(name)
 
     def _switch_to(self, adapter: Adapter | None) -> None:
         if adapter is None:
