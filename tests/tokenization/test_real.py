@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import assume, given
@@ -60,7 +59,7 @@ def test_smollm2_tokens(smollm2, smollm2_bytes):
 MISTRAL = {
     "tokenizer.model.v1": lambda whole: whole.instruct_tokenizer.tokenizer,
     "mistral_instruct_tokenizer_240323.model.v3": lambda whole: whole,
-    "tekken_240911.json": lambda whole: SimpleNamespace(tokenizer=whole),  # as in transformers
+    "tekken_240911.json": lambda whole: whole,
 }
 
 
@@ -89,6 +88,24 @@ def test_mistral_tokens(both):
     assert mistral_bytes[1].is_special
     assert not mistral_bytes[2000].is_special
     assert {*map(bytes, mistral_bytes)} >= {bytes([byte]) for byte in range(256)}
+
+
+@pytest.mark.parametrize("file", [*MISTRAL][1:])
+def test_mistral_of_transformers(file):
+    """What ``AutoTokenizer`` gives for a folder with such a file, where mistral-common is there."""
+    data = pytest.importorskip("mistral_common", reason="mistral-common ships real vocabularies")
+    module = pytest.importorskip(
+        "transformers.tokenization_mistral_common", reason="wraps mistral-common's tokenizers"
+    )
+    tokenizer = module.MistralCommonBackend(tokenizer_path=files(data) / "data" / file)
+    byte_vocab, _ = decode_vocab(tokenizer)
+    text = "a café 日本 🤗"
+    found = joined(byte_vocab, tokenizer.encode(text, add_special_tokens=False))
+    assert found.removeprefix(b" ") == text.encode()
+    assert len(byte_vocab) == tokenizer.vocab_size
+    special = [token.token_id for token in byte_vocab if token.is_special]
+    assert special == tokenizer.all_special_ids
+    assert {tokenizer.bos_token_id, tokenizer.eos_token_id} <= {*special}
 
 
 @pytest.mark.parametrize("file", [*MISTRAL][:2])

@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from genlm.core.errors import VocabularyError
@@ -76,6 +76,10 @@ def special_added_ids(tokenizer: Any) -> list[int]:
         added = _backend(tokenizer).get_added_tokens_decoder()
     else:
         added = getattr(tokenizer, "added_tokens_decoder", {})
+        if not isinstance(added, Mapping):
+            # The wrapper of transformers around mistral-common has a method of this name, which
+            # only raises. That library's tokenizer says itself which tokens are special.
+            return []
     return [token_id for token_id, token in added.items() if getattr(token, "special", False)]
 
 
