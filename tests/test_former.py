@@ -139,8 +139,9 @@ def test_names_that_are_looked_for_in_the_package(name: str, right: str) -> None
 
 def test_kinds_of_requests_are_found_beside_each_other() -> None:
     from genlm.core import Query, Request, SampleRequest, ScoreRequest
+    from genlm.core.types import ReductionRequest
 
-    assert Request == Query | SampleRequest | ScoreRequest
+    assert Request == Query | SampleRequest | ScoreRequest | ReductionRequest
 
 
 def test_a_blocking_method_that_is_awaited_names_the_remedy(mock) -> None:

@@ -114,10 +114,16 @@ def documented(name: str, inherited: bool) -> str:
 @functools.cache
 def found(name: str) -> Any:
     """What has a name: a module, class or function, with its docstring."""
-    loaded = griffe.load(name, search_paths=SOURCES, docstring_parser="google")
+    loaded: Any = _loader().load(name)
     while loaded.is_alias:
         loaded = loaded.final_target
     return loaded
+
+
+@functools.cache
+def _loader() -> Any:
+    """One for all, since it reads each package once."""
+    return griffe.GriffeLoader(search_paths=SOURCES, docstring_parser=griffe.Parser.google)
 
 
 def _members(thing: Any, inherited: bool) -> Iterator[Any]:

@@ -101,6 +101,6 @@ def test_what_is_no_node_is_refused(trie, node):
 
 
 def test_how_many_children(trie):
-    assert trie.heaviest_children(trie.root, ROW, 0) == []
+    assert trie.heaviest_children(trie.root, ROW.exp(), 0) == []
     with pytest.raises(InvalidInputError, match="k must be an integer of at least 0; got '2'"):
-        trie.heaviest_children(trie.root, ROW, "2")
+        trie.heaviest_children(trie.root, ROW.exp(), "2")
