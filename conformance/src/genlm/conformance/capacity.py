@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -184,7 +185,12 @@ class CapacityClauses:
         rows: list[tuple[Outcome, TokenIds, str]] = []
         scores: list[tuple[Outcome, TokenIds, TokenIds]] = []
         drawn: list[Outcome] = []
-        for tail in (contexts.tokens[:1], contexts.tokens[2:4]):
+        for turn, tail in enumerate((contexts.tokens[:1], contexts.tokens[2:4])):
+            if turn:  # room for some of what is asked together: the others are set back
+                live.model.clear()
+                pinned = pinned[: max(1, len(pinned) - math.ceil(2 * room / length))]
+                for prompt in pinned:
+                    live.lm.cache_kv(prompt)
             for variant in range(live.scaled(3, 2)):
                 text = contexts.long(room, 6 + variant)
                 for asked in (text, (*text, *tail)):
