@@ -46,5 +46,5 @@ def test_a_wrong_copy_is_named() -> None:
     """Where the planner of genlm-kit moves the state, a wrong row is told with its last
     commands."""
     told = verdict(MUTANTS["ForksInTurn"].engine, "large_batch").detail
-    assert "the last commands of the planner:" in told
+    assert "the last commands of genlm.kit.kv's planners" in told
     assert "\n    Fork: " in told

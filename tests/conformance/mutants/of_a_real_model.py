@@ -161,5 +161,5 @@ def shift_too_far(engine, command):
 MUTANTS.changes(
     Commands,
     ("ForksInTurn", "large_batch", fork_of_three),
-    ("ShiftsTooFar", "rows_at_every_length", shift_too_far),
+    ("ShiftsTooFar", "all_lengths_in_one_batch", shift_too_far),
 )
