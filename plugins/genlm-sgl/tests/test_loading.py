@@ -120,7 +120,7 @@ def test_one_model_at_a_time(tiny):
 
 
 def test_closing_releases_the_model(tiny):
-    engine = genlm_load(tiny, {"engine_opts": SMALL})
+    engine = genlm_load(tiny, {"engine_opts": SMALL}, None)
     model = weakref.ref(engine.model)
     engine.genlm_close()
     gc.collect()

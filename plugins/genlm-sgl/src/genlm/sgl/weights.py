@@ -63,7 +63,8 @@ def required(model_path: str, settings: Any) -> Iterator[None]:
                     "call them otherwise: load it with backend='hf'"
                 )
             folder = folders[0] if folders else None
-            require_all_read(reading.unread(model), model_path, folder, settings, "SGLang")
+            left_out = {**reading.unread(model), **_bias_of_head(model)}
+            require_all_read(left_out, model_path, folder, settings, "SGLang")
             return result
 
         model.load_weights = load_all
@@ -108,3 +109,10 @@ def _is_absent(
         return True
     place.copy_(before)
     return False
+
+
+def _bias_of_head(model: Any) -> dict[str, tuple[int, ...]]:
+    """The bias of an output layer, which SGLang loads, and leaves out when it computes logits."""
+    bias = getattr(getattr(model, "lm_head", None), "bias", None)
+    held = isinstance(bias, torch.Tensor) and bool(bias.count_nonzero())
+    return {"lm_head.bias": tuple(bias.shape)} if held else {}
