@@ -63,10 +63,11 @@ CLIENT_STEPS = [
 ]
 
 #: Of the clients' own tests, those of genlm-control's samplers over potentials of their own: they
-#: call nothing of ours, and draw for many minutes.
+#: call nothing of ours, and draw for many minutes. Nor its drawings of automata, which need xdist.
 DRAWING = ("awrs", "resampling", "seq_sampler", "sequences", "smc_model", "unit_sampler")
 LEFT_OUT = [
     *(f"--ignore=tests/sampler/test_{name}.py" for name in DRAWING),
+    "--ignore=tests/test_viz.py",
     "-k=not direct_token_sampler and not (token_sampler and smc)",
 ]
 
