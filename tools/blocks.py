@@ -114,16 +114,21 @@ def documented(name: str, inherited: bool) -> str:
 @functools.cache
 def found(name: str) -> Any:
     """What has a name: a module, class or function, with its docstring."""
-    loaded: Any = _loader().load(name)
+    loaded: Any = _sources()[name]
     while loaded.is_alias:
         loaded = loaded.final_target
     return loaded
 
 
 @functools.cache
-def _loader() -> Any:
-    """One for all, since it reads each package once."""
-    return griffe.GriffeLoader(search_paths=SOURCES, docstring_parser=griffe.Parser.google)
+def _sources() -> Any:
+    """All modules of ``genlm``, by their names.
+
+    They are read once: ``GriffeLoader.load`` of one name reads the whole package again.
+    """
+    loader = griffe.GriffeLoader(search_paths=SOURCES, docstring_parser=griffe.Parser.google)
+    loader.load("genlm")
+    return loader.modules_collection
 
 
 def _members(thing: Any, inherited: bool) -> Iterator[Any]:
