@@ -114,5 +114,6 @@ def _is_absent(
 def _bias_of_head(model: Any) -> dict[str, tuple[int, ...]]:
     """The bias of an output layer, which SGLang loads, and leaves out when it computes logits."""
     bias = getattr(getattr(model, "lm_head", None), "bias", None)
-    held = isinstance(bias, torch.Tensor) and bool(bias.count_nonzero())
-    return {"lm_head.bias": tuple(bias.shape)} if held else {}
+    if isinstance(bias, torch.Tensor) and bool(bias.count_nonzero()):
+        return {"lm_head.bias": tuple(bias.shape)}
+    return {}
