@@ -27,6 +27,7 @@ from genlm.core.options import unknown_argument
 from genlm.hf.gguf_files import GGUFFile
 from genlm.hf.options import ELSEWHERE, FROM_PRETRAINED, HFOptions
 from genlm.kit.model_files import require_tokenizer
+from genlm.kit.tokenizer_files import follow_file
 
 logger = get_logger()
 
@@ -136,10 +137,13 @@ def _refuse_argument(error: TypeError, given: Mapping[str, Any]) -> None:
 
 def _load_tokenizer(name: str, source: Mapping[str, Any]) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(name, **source)
+        tokenizer = AutoTokenizer.from_pretrained(name, **source)
     except Exception:
         require_tokenizer(Path(name, source.get("subfolder", "")), "hf_opts={'tokenizer': ...}")
         raise
+    if not {"gguf_file", "subfolder"} & {key for key, value in source.items() if value}:
+        follow_file(tokenizer, name, source.get("revision"), source.get("cache_dir"))
+    return tokenizer
 
 
 def _require_weights(name: str, model: Any, found: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from genlm.core.logs import get_logger
 from genlm.kit.checkpoints import read_by_transformers, require_one_head, require_weights
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
 from genlm.kit.settings import rope_limits, settings_of
+from genlm.kit.tokenizer_files import follow_file
 from genlm.mlx import rotary, windows
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.engine import MlxEngine
@@ -85,6 +86,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
     except Exception:
         require_tokenizer(folder, "")
         raise
+    follow_file(tokenizer, str(folder))
     store = store_of(runner, chosen.kv_cache_bytes)
     if store is None:
         log.warning(

@@ -14,6 +14,7 @@ from genlm.core.options import refuse_unknown
 from genlm.kit.checkpoints import require_weights
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
 from genlm.kit.settings import language_part, overridden, whole_settings_of
+from genlm.kit.tokenizer_files import follow_file
 from genlm.sgl.engine import PROBE, SglEngine
 from genlm.sgl.internals import Scheduler
 from genlm.sgl.lora import SglLoraEngine
@@ -65,6 +66,7 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
         raise
     where = arguments.get("revision"), arguments.get("download_dir")
     engine.eos_token_ids = eos_token_ids(model, *where)
+    follow_file(engine.tokenizer, arguments.get("tokenizer_path") or model, *where)
     return engine
 
 

@@ -25,6 +25,7 @@ from genlm.kit.model_files import (
     require_tokenizer,
 )
 from genlm.kit.settings import language_part, whole_settings_of
+from genlm.kit.tokenizer_files import follow_file
 from genlm.vllm.cache_size import (
     cache_on_a_cpu,
     explain_small_cache,
@@ -107,11 +108,14 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     warn_of_shorter_contexts(core.max_model_len, configured, settings)
     engine = _engine(llm, core, rows, chosen)
     given = chosen.engine_opts
-    engine.eos_token_ids = eos_token_ids(model, given.get("revision"), given.get("download_dir"))
+    where = given.get("revision"), given.get("download_dir")
+    engine.eos_token_ids = eos_token_ids(model, *where)
+    tokenizer = given.get("tokenizer") or model
+    follow_file(engine.tokenizer, tokenizer, given.get("tokenizer_revision") or where[0], where[1])
     try:
         with _explained(model):
             unread = rows.unread_weights(engine.model)
-            folder = local_folder(model, given.get("revision"), given.get("download_dir"))
+            folder = local_folder(model, *where)
             require_all_read(unread, model, folder, configured, "vLLM")
             if local:
                 explain_repacked_weights(engine.model)

@@ -1,0 +1,139 @@
+"""The tokenizer that a folder's ``tokenizer.json`` defines, where transformers' class computes
+another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from genlm.core.checks import describe_error
+from genlm.core.logs import get_logger
+
+log = get_logger()
+
+FILE = "tokenizer.json"
+
+#: What of a tokenizer decides into which tokens a text is split, and how they are read.
+COMPONENTS = ("normalizer", "pre_tokenizer", "model", "decoder")
+
+#: Settings of a model of a tokenizer that say how it splits.
+OF_THE_MODEL = ("byte_fallback", "ignore_merges")
+
+#: Before each text: options of a tokenizer may change the beginning of a text.
+ANCHOR = "x"
+
+#: What patterns and normalizers of tokenizers differ in.
+TEXTS = (
+    "\n2023\n\nx 1234567 12\u00bd\n",
+    "\n  def f(a_b):\r\n\treturn  a_b[0]!= 'x'...  \n\n\n",
+    "\nI don't, YOU'LL, HelloWorld; it's caf\u00e9 cafe\u0301 \ufb01n \uff21\uff22",
+    "\n\u4f60\u597d\uff0c\u4e16\u754c \u0645\u0631\u062d\u064b\u0627 \u0441\u043b\u043e\u0432\u043e"
+    " \U0001f917 \u2014 Stra\u00dfe",
+)
+
+
+def follow_file(
+    tokenizer: Any, model: str, revision: str | None = None, cache_dir: str | None = None
+) -> None:
+    """Let a tokenizer of transformers split texts as its ``tokenizer.json`` says.
+
+    Some of transformers' classes build their tokenizer themselves, and take no more than the
+    vocabulary out of the file. Where a model's ``tokenizer_config.json`` names such a class, and
+    the file has another pre-tokenizer or normalizer, the model would be given other tokens than it
+    was trained on. Then the file's replace the class's, and the log says so.
+
+    A beginning of the text that differs is no difference: options change it, such as
+    ``add_prefix_space``. Nor are special tokens looked at.
+
+    Args:
+        tokenizer: What transformers has loaded; changed in place. A tokenizer of another kind, or
+            of the folder's own code, is left alone.
+        model: The folder or hub name that it was loaded from.
+        revision, cache_dir: Of a hub name.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    file = _file(model, revision, cache_dir)
+    if file is None or not hasattr(backend, "pre_tokenizer") or _is_meant_otherwise(tokenizer):
+        return
+    try:
+        if _is_as_defined(backend, json.loads(file.read_text(encoding="utf-8"))):
+            return
+        from tokenizers import Tokenizer
+
+        defined = Tokenizer.from_file(str(file))
+        differing = _differing(backend, defined)
+        if differing is None:
+            return
+        former = {name: getattr(backend, name) for name in COMPONENTS}
+        for name in COMPONENTS:
+            setattr(backend, name, getattr(defined, name))
+        if _differing(backend, defined) is not None:  # something else splits, such as added tokens
+            for name, component in former.items():
+                setattr(backend, name, component)
+            return
+    except Exception as error:  # the library raises nothing more specific
+        log.info("tokenizer.unread", file=str(file), error=describe_error(error)[:200])
+        return
+    log.warning(
+        "tokenizer.corrected",
+        model=model,
+        transformers=type(tokenizer).__name__,
+        differing=differing,
+        why=f"{FILE} splits texts otherwise, and is taken",
+    )
+
+
+def _file(model: str, revision: str | None, cache_dir: str | None) -> Path | None:
+    if Path(model).exists():
+        file = Path(model) / FILE
+        return file if file.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(model, FILE, cache_dir, revision)
+    except ValueError:  # no hub name
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def _is_meant_otherwise(tokenizer: Any) -> bool:
+    """Whether its author, or an option, asks for something else than the file."""
+    own_code = any(
+        kind.__module__.startswith("transformers_modules") for kind in type(tokenizer).mro()
+    )
+    return own_code or bool(getattr(tokenizer, "fix_mistral_regex", False))
+
+
+def _is_as_defined(backend: Any, defined: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer has the components of a file, word for word."""
+    model = defined.get("model") or {}
+    return all(
+        _definition(getattr(backend, name)) == defined.get(name)
+        for name in ("normalizer", "pre_tokenizer")
+    ) and all(
+        bool(getattr(backend.model, name, False)) == bool(model.get(name)) for name in OF_THE_MODEL
+    )
+
+
+def _definition(component: Any) -> Any:
+    """A component as the library serialises it."""
+    return None if component is None else json.loads(component.__getstate__())
+
+
+def _differing(backend: Any, defined: Any) -> str | None:
+    """A text that two tokenizers split otherwise."""
+    for text in TEXTS:
+        one, other = (_ids(each, ANCHOR + text) for each in (backend, defined))
+        if one != other:
+            return text
+    return None
+
+
+def _ids(backend: Any, text: str) -> list[int]:
+    """The tokens behind the anchor."""
+    encoded = backend.encode(text, add_special_tokens=False)
+    return [
+        token for token, (start, _) in zip(encoded.ids, encoded.offsets, strict=True) if start > 0
+    ]
