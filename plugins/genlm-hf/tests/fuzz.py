@@ -37,7 +37,7 @@ RECURRENT = (
     "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_next", "recurrent_gemma", "rwkv",
 )  # fmt: skip
 
-#: Whose state is kept in rows.
+#: Whose state is kept in slots.
 ATTENTION = (
     "bloom", "deepseek_v3", "doge", "gemma2", "gemma3_text", "gpt_neo", "gpt_oss", "llama",
     "llama4_text", "ministral3", "mistral", "phi3", "qwen3_moe",

@@ -148,7 +148,7 @@ def test_every_forward_of_a_step_copies_once(there: Make) -> None:
     assert ask(engine, [1, 2, 3], [4, 5], [6, 7], [8]) == Counts(up=3)
 
 
-def test_state_in_uniform_rows_copies_once(there: Make) -> None:
+def test_state_in_uniform_slots_copies_once(there: Make) -> None:
     engine = there(LLAMA, ReuseMode.UNIFORM)
     assert ask(engine, *contexts_of(20)) == ONE
     assert ask(engine, *[[*one, 5] for one in contexts_of(20)[::2]]) == ONE
@@ -179,7 +179,7 @@ def test_a_step_copies_the_same_for_any_number(n: int, there: Make) -> None:
     assert counts == Counts(up=2)
 
 
-def test_a_fork_copies_its_rows_besides(there: Make) -> None:
+def test_a_fork_copies_its_slots_besides(there: Make) -> None:
     engine = there(LLAMA)
     ask(engine, *contexts_of(20))
     forks = [[*one, at] for one in contexts_of(20) for at in (5, 6)]
@@ -277,7 +277,7 @@ def test_one_more_trunk_launches_one_kernel_a_layer(shared: int) -> None:
     assert counts[1] - counts[0] == (12 - 4) * LLAMA.num_hidden_layers
 
 
-def test_rows_that_leave_a_trunk_early_are_copied_from_it_together(
+def test_slots_that_leave_a_trunk_early_are_copied_from_it_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(COSTS, "cpu", Costs(plenty=0))
@@ -292,7 +292,7 @@ def test_rows_that_leave_a_trunk_early_are_copied_from_it_together(
             asked = [[*prompt[:20], at] for at in range(n)]
             engine.genlm_step([Query(tuple(one)) for one in asked], [])
         counts.append(launched.count)
-    # Rows that are no neighbours are gathered.
+    # Slots that are no neighbours are gathered.
     assert counts[1] <= counts[0] + 4 * LLAMA.num_hidden_layers
 
 

@@ -48,7 +48,7 @@ def test_a_model_that_does_not_name_its_output_layer() -> None:
     pair = beside(model, reference)
     first, second = draw(2, 6)
     pair.check(first, second)
-    pair.check((*second, 1), (*first, 1))  # as many rows as tokens, in another order
+    pair.check((*second, 1), (*first, 1))  # as many slots as tokens, in another order
 
 
 def test_ragged_growth_and_a_new_request_are_one_forward_without_padding(llama: Any) -> None:
@@ -106,7 +106,7 @@ def test_what_grows_by_two_tokens_shares_the_first_with_another(llama: Any) -> N
     assert llama.forwards == [1]
 
 
-def test_scores_whose_rows_come_from_a_trunk_and_from_a_row(llama: Any) -> None:
+def test_scores_whose_rows_come_from_a_trunk_and_from_a_slot(llama: Any) -> None:
     """Another context shares a trunk, which ends within what is scored."""
     whole, first = draw(2, 640)
     llama.check(first)  # the length that is compared with a cold row

@@ -24,11 +24,11 @@ def model(request: pytest.FixtureRequest) -> Any:
     return proven(request.param)
 
 
-def further(model: Any, rows: int, tokens: int) -> list[int]:
-    """The forwards in which so many rows go on by so many tokens: one, or one for each token."""
+def further(model: Any, contexts: int, tokens: int) -> list[int]:
+    """The forwards in which so many contexts go on by so many tokens: one, or one for each token."""
     if model.engine.reuse is ReuseMode.SNAPSHOTS:
-        return [rows * tokens]
-    return [rows] * tokens
+        return [contexts * tokens]
+    return [contexts] * tokens
 
 
 def test_an_extension_costs_its_tokens(model: Any) -> None:

@@ -30,7 +30,7 @@ def cold_rows_of(engine: Any, contexts: list[list[int]]) -> torch.Tensor:
     return torch.cat([engine.logprobs([Query(tuple(c), cold=True)]) for c in contexts])
 
 
-def test_scores_behind_the_shorter_row_of_a_batch(
+def test_scores_behind_the_shorter_sequence_of_a_batch(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First two logits, then the others."""
@@ -47,10 +47,10 @@ def test_scores_behind_the_shorter_row_of_a_batch(
     torch.testing.assert_close(scores, expected, atol=1e-3, rtol=0)
 
 
-def test_the_probe_feeds_unequal_rows_more_than_once(
+def test_the_probe_feeds_unequal_sequences_more_than_once(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recurrent cache that is wrong only where some rows have ended and others go on."""
+    """A recurrent cache that is wrong only where some sequences have ended and others go on."""
     prepare = ArraysCache.prepare
 
     def prepared(cache: ArraysCache, lengths: Any = None, **padding: Any) -> None:

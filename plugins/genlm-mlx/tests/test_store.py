@@ -117,7 +117,7 @@ def test_drafts_cost_their_tokens(shared: Tried) -> None:
         ]
 
 
-def test_few_rows_of_a_long_text(shared: Tried) -> None:
+def test_a_long_text_and_few_of_its_prefixes(shared: Tried) -> None:
     (text,) = keys_of(1, 500)
     assert sum(shared.ask(text, text[:401], text[:403], text[:31])) == 500
 
@@ -174,13 +174,14 @@ def test_pinned_contexts_take_no_room_of_others(folders: Folders, family: str) -
 
 @pytest.mark.parametrize("kind", [Blocks, Store])
 def test_rows_are_right_and_bytes_bounded_under_any_budget(folders: Folders, kind: type) -> None:
-    for rows in (0, 2, 5):
-        tried = Tried(folders("llama"), kind, rows * 20_000)
+    for states in (0, 2, 5):
+        tried = Tried(folders("llama"), kind, states * 20_000)
         keys = keys_of(6, 20)
         for token in range(6):
             tried.ask(*keys, *keys_of(1, 20, seed=token + 1))
-            row = tried.kept.nbytes / len(tried.kept)  # they have about one length
-            assert tried.kept.nbytes <= (1.5 if kind is Blocks else 2) * 7 * row + rows * 20_000
+            state = tried.kept.nbytes / len(tried.kept)  # they have about one length
+            factor = 1.5 if kind is Blocks else 2
+            assert tried.kept.nbytes <= factor * 7 * state + states * 20_000
             keys = [(*keys[token], 99), *[(*key, token) for key in keys[:-1]]]
 
 
@@ -222,7 +223,7 @@ def test_contexts_that_wait_for_one_of_their_batch_take_the_place_of_no_other(
     assert tried.ask(*[(*key, 7) for key in keys]) == [7]
 
 
-def test_some_rows_of_many_go_on(shared: Tried) -> None:
+def test_some_contexts_of_many_go_on(shared: Tried) -> None:
     """Also those that lie far apart in the table."""
     keys = keys_of(20, 20)
     shared.ask(*keys)
@@ -248,10 +249,10 @@ def test_contexts_of_one_prompt_share_its_prefill(
     assert tried.ask(*ragged) == [40 + 10 * 6]
 
 
-def test_a_row_far_behind_a_prompt_takes_several_forward_passes(
+def test_a_context_far_behind_a_prompt_takes_several_forward_passes(
     shared: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So far that a pass has fewer tokens than the row lacks."""
+    """So far that a pass has fewer tokens than the context lacks."""
     monkeypatch.setattr("genlm.mlx.store.MOST_PRODUCTS", 1 << 12)
     monkeypatch.setattr("genlm.mlx.store.LEAST_FED", 16)
     (prompt,), (tail,) = keys_of(1, 200), keys_of(1, 40, seed=1)
@@ -271,7 +272,7 @@ def test_prompts_with_a_common_beginning_and_contexts_without(shared: Tried) -> 
     shared.ask((*system[:70], 3), (*system[:10], 4))
 
 
-def test_a_trunk_made_of_a_row_keeps_no_more_than_itself(shared: Tried) -> None:
+def test_a_trunk_made_of_a_slot_keeps_no_more_than_itself(shared: Tried) -> None:
     keys = keys_of(40, 100)
     shared.compute(keys)
     shared.compute([(*keys[3], token) for token in range(20)])

@@ -17,7 +17,7 @@ from .working_engine import WorkingEngine
 class DroppedUnderEveryAdapter(Continuous):
     """What is dropped is looked for by its tokens."""
 
-    def step(self, newcomers, dropped):
+    def step(self, new, dropped):
         gone = {request.token_ids for request in dropped if isinstance(request, Query)}
         kept = {
             request: left
@@ -25,7 +25,7 @@ class DroppedUnderEveryAdapter(Continuous):
             if not isinstance(request, Query) or request.token_ids not in gone
         }
         self._in_flight = {**kept, **dict.fromkeys(dropped, 1)}
-        return self.advance(newcomers, dropped)
+        return self.advance(new, dropped)
 
 
 class BlocksBy(Forgetting, MockEngine, blocks=dict):
