@@ -25,11 +25,11 @@ def footprint(length: int) -> int:
 
 
 def session(
-    *ids: int, adapter: Adapter | None = None, request_id: str = "", reads: int | None = None
+    *ids: int, adapter: Adapter | None = None, request_id: str = "", shareable: int | None = None
 ) -> VllmRequest:
     query, most = Query(ids, adapter), len(ids) - 1
     size = footprint(len(ids))
-    return VllmRequest(query, query, request_id, size, most if reads is None else reads)
+    return VllmRequest(query, query, request_id, size, most if shareable is None else shareable)
 
 
 def made(limit: int, capacity: int = CAPACITY, places: int = 0) -> Sessions:
@@ -50,7 +50,7 @@ class Blocks:
         ids, mine = new.prompt.token_ids, []
         for end in range(BLOCK, len(ids) + 1, BLOCK):
             contents = new.prompt.adapter, ids[:end]
-            shared = self._known.get(contents) if end <= new.reads else None
+            shared = self._known.get(contents) if end <= new.shareable else None
             mine.append(shared or object())
             self._known.setdefault(contents, mine[-1])
         self._of[new.request_id] = mine
@@ -136,8 +136,8 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
         ]
 
     for number, (deed, ids, adapter) in enumerate(deeds):
-        reads = len(ids) // 2 if number % 3 else None
-        new = session(*ids, adapter=adapter, request_id=f"r{number}", reads=reads)
+        shareable = len(ids) // 2 if number % 3 else None
+        new = session(*ids, adapter=adapter, request_id=f"r{number}", shareable=shareable)
         if deed == "park":
             begin(new)
             given_up(sessions.park(new))

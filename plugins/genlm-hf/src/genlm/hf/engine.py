@@ -176,7 +176,7 @@ class HFEngine:
             self._schedule.drop(set(dropped))
         if queries and queries[0].cold:
             rows = self._rows([_sequence(queries[0])], cold=True)
-            return [*map(Answer, queries, self._numbers(queries, rows))]
+            return [*map(Answer, queries, self._with_nan_errors(queries, rows))]
         self._schedule.add({TokenSequence(one.context, one.adapter): one for one in queries})
         if not self._schedule:
             return []
@@ -187,9 +187,9 @@ class HFEngine:
             self._schedule.clear()
             raise
         asked = [*step.answered.values()]
-        return [*map(Answer, asked, self._numbers(asked, rows))]
+        return [*map(Answer, asked, self._with_nan_errors(asked, rows))]
 
-    def _numbers(
+    def _with_nan_errors(
         self, queries: Sequence[Query], given: torch.Tensor | Sequence[torch.Tensor]
     ) -> Iterable[Any]:
         """Rows or scores, with an error in the place of each that is NaN, if that is looked for."""
@@ -211,9 +211,9 @@ class HFEngine:
         rows = self._rows([*ahead, *sequences])[len(ahead) :]
         for one in ahead:
             self._strategy.leave_unfinished(one)
-        if unproven is not None and not self._proven(sequences[unproven], rows[unproven]):
-            rows = self._rows(sequences)
-        return rows
+        if unproven is None or self._agrees_with_cold(sequences[unproven], rows[unproven]):
+            return rows
+        return self._rows(sequences)
 
     def _rows(self, sequences: Sequence[TokenSequence], cold: bool = False) -> torch.Tensor:
         # Closed here: an error of ours would keep it, with what it has assigned, for as long as
@@ -221,9 +221,9 @@ class HFEngine:
         with closing(self._evaluator.run(sequences, cold)) as results:
             return _in_order([(result.owners, logprobs(result.logits)) for result in results])
 
-    def _proven(self, sequence: TokenSequence, row: torch.Tensor) -> bool:
-        """Compare a row with a cold one; where it is wrong, long contexts are computed cold from
-        now on."""
+    def _agrees_with_cold(self, sequence: TokenSequence, row: torch.Tensor) -> bool:
+        """Whether a row agrees with a cold one. Where it does not, long contexts are computed cold
+        from now on: the evaluator is told."""
         try:
             cold = self._cold(sequence)
         except (RuntimeError, MemoryError) as error:
@@ -258,12 +258,12 @@ class HFEngine:
         if unproven is not None:
             last = TokenSequence(sequences[unproven].tokens, sequences[unproven].adapter)
             self._rows([self._evaluator.compared_part(last)])
-            self._proven(last, self._rows([last])[0])
+            self._agrees_with_cold(last, self._rows([last])[0])
         scores = Scores(sequences, continuations, self._evaluator, self.device, width)
         with closing(self._evaluator.run(scores.pieces)) as results:
             for result in results:
                 scores.add(result)
-        return [*self._numbers(queries, scores.whole)]
+        return [*self._with_nan_errors(queries, scores.whole)]
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:

@@ -202,7 +202,8 @@ class InSlots(Strategy):
 
     @property
     def planner(self) -> Planner[TokenSequence]:
-        """The planner, which knows of all that has been computed."""
+        """The planner, once it has been told what became of the step before: what was computed
+        then is kept, or given up where it is nan."""
         done, self._unsettled = self._unsettled, None
         if done is not None:
             if broken := done.broken():  # where nobody has looked before they were answered
@@ -303,6 +304,7 @@ class Uniform(InSlots):
 
 def _forward(run: Forward, parts: Iterable[Part]) -> Result:
     """One forward over parts of sequences."""
+    # What runs: each part, cut where its sequence goes from one segment to the next.
     pieces = [
         (one, one.sequence, segment, first, last)
         for one, start, stop in parts
@@ -316,12 +318,14 @@ def _forward(run: Forward, parts: Iterable[Part]) -> Result:
         for sequence, start, size in zip(sequences, starts, chunks.sizes, strict=True)
         for token in sequence.tokens.since(start)[:size]
     ]
+    # What is read: of each piece the last positions that its sequence wants.
     kept = [*map(max, [sequence.latest_start for sequence in sequences], starts)]
     counts = [*map(max, map(sub, stops, kept), repeat(0))]
     owners = chain.from_iterable(map(repeat, [one.index for one in placed], counts))
     positions = ranges(map(sub, stops, counts), stops)
     places = ranges(map(sub, chunks.ends, counts), chunks.ends)
     wanted = [*zip(owners, positions, places, strict=True)]
+    # And those that the sequences inside of it want.
     for at, other in [(at, other) for at, one in enumerate(placed) for other in one.inside]:
         first = max(other.sequence.latest_start, starts[at])
         last, before = min(other.sequence.length, stops[at]), chunks.ends[at] - stops[at]

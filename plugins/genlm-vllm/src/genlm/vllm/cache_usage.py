@@ -49,7 +49,7 @@ class CacheUsage:
 
     def add(self, request: VllmRequest) -> None:
         """A request begins."""
-        there = (self._known.get(key) for key, _ in self._blocks(request, 0, request.reads))
+        there = (self._known.get(key) for key, _ in self._blocks(request, 0, request.shareable))
         shared = next((block for block in there if block is not None), None)
         self.tokens += request.tokens - (shared.end if shared else 0)
         self._fill(request, shared, request.length - 1)
@@ -102,7 +102,7 @@ class CacheUsage:
         self, request: VllmRequest, start: int, stop: int
     ) -> Iterator[tuple[Hashable, int]]:
         """The keys and ends of a request's full blocks between two places, the last first."""
-        if self._size is None or not request.reads:
+        if self._size is None or not request.shareable:
             return
         context = request.prompt.context
         for end in range(stop - stop % self._size, start, -self._size):

@@ -77,9 +77,9 @@ class VllmEngine:
             answers = self._receive(queries, samples, scores)
             self._make_room()
             if len(self._in_flight):
-                over = self._in_flight.advance()
-                answers += self._answers(over)
-                self._park(over)
+                finished = self._in_flight.advance()
+                answers += self._answers(finished)
+                self._park(finished)
             return answers
 
     def _receive(
@@ -124,16 +124,16 @@ class VllmEngine:
 
     def _prepared(self, request: Request) -> VllmRequest:
         drawn, resumable, prompt = 1, self.live, query_of(request)
-        reads = 0 if prompt.cold else prompt.length - 1
+        shareable = 0 if prompt.cold else prompt.length - 1
         match request:
             case SampleRequest(_, params):
                 drawn, resumable = params.max_tokens, False
             case ScoreRequest():
-                prompt, reads = scored(request), reads if self._core.forks else 0
+                prompt, shareable = scored(request), shareable if self._core.forks else 0
         resumable &= not prompt.cold
         tokens = self._core.footprint(prompt.length + drawn - 1)
         number = f"genlm-{next(self._numbers)}"
-        return VllmRequest(request, prompt, number, tokens, reads, resumable)
+        return VllmRequest(request, prompt, number, tokens, shareable, resumable)
 
     def _launch(self, request: VllmRequest, *, pinned: bool = False) -> None:
         """Let vLLM work on a request: continue a live session, or start a new one."""
@@ -154,17 +154,17 @@ class VllmEngine:
             case SampleRequest(_, params):
                 return draw_params(params)
             case ScoreRequest() as score:
-                key, reads, by_id = request.request_id, request.reads, self._core.scores_by_id
-                return score_params(key, score, reads, by_id=by_id)
+                key, by_id = request.request_id, self._core.scores_by_id
+                return score_params(key, score, request.shareable, by_id=by_id)
         return row_params(request.request_id)
 
-    def _answers(self, over: Sequence[VllmRequest]) -> list[Answer]:
-        ids = [each.request_id for each in over if each.wants_row]
+    def _answers(self, finished: Sequence[VllmRequest]) -> list[Answer]:
+        ids = [each.request_id for each in finished if each.wants_row]
         rows = dict(zip(ids, self._rows.take(ids), strict=True))
-        results = [_result(each, rows.get(each.request_id)) for each in over]
+        results = [_result(each, rows.get(each.request_id)) for each in finished]
         scored = {
             at: (each.request.continuation, row, each.prompt_logprobs)
-            for at, (each, row) in enumerate(zip(over, results, strict=True))
+            for at, (each, row) in enumerate(zip(finished, results, strict=True))
             if isinstance(each.request, ScoreRequest)
             and isinstance(row, torch.Tensor)
             and each.prompt_logprobs is not None
@@ -172,7 +172,7 @@ class VllmEngine:
         if scored:
             for at, found in zip(scored, scores([*scored.values()]), strict=True):
                 results[at] = found
-        return [Answer(each.request, found) for each, found in zip(over, results, strict=True)]
+        return [Answer(each.request, found) for each, found in zip(finished, results, strict=True)]
 
     def _drop(self, requests: Sequence[Request]) -> None:
         """Release requests that no longer have callers."""
@@ -183,9 +183,9 @@ class VllmEngine:
         # A partly computed prompt may have a row.
         self._rows.take([each.request_id for each in dropped if each.wants_row])
 
-    def _park(self, over: Sequence[VllmRequest]) -> None:
+    def _park(self, finished: Sequence[VllmRequest]) -> None:
         """Turn finished requests that vLLM keeps into live sessions."""
-        replaced = [self._sessions.park(each) for each in over if each.is_kept]
+        replaced = [self._sessions.park(each) for each in finished if each.is_kept]
         self._release([*itertools.chain.from_iterable(replaced)])
         self._make_room()
 
@@ -336,17 +336,17 @@ def distance(row: torch.Tensor, other: torch.Tensor) -> float:
     return float((row.exp() - other.exp()).abs().sum() / 2)
 
 
-def _result(over: VllmRequest, row: torch.Tensor | None) -> Any:
+def _result(finished: VllmRequest, row: torch.Tensor | None) -> Any:
     """The result of a finished request (of a score, the row for its last token), or the error if
     vLLM ended it without one."""
-    request, why = over.request, over.failure
+    request, why = finished.request, finished.failure
     if isinstance(request, SampleRequest):
         if why is not None:
             return EngineError(f"vLLM ended the request without drawing a token: {why}")
-        return drawn_ids(over.drawn, request.params)
+        return drawn_ids(finished.drawn, request.params)
     if why is not None or row is None:
         why = why or "no row was captured"
         return EngineError(f"vLLM ended the request without a row: {why}")
-    if isinstance(request, ScoreRequest) and over.prompt_logprobs is None:
+    if isinstance(request, ScoreRequest) and finished.prompt_logprobs is None:
         return EngineError("vLLM gave no log-probabilities of the prompt; ask again")
     return row

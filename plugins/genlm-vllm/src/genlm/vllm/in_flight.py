@@ -52,26 +52,26 @@ class RequestsInFlight:
     def advance(self) -> list[VllmRequest]:
         """One step of vLLM. Returns the requests that it finished; it keeps those that are
         resumable."""
-        over = []
+        finished = []
         outputs = self._core.step()
         for output in outputs:
             request = self._by_id.get(output.request_id)
             if request is not None and request.take(output):
-                over.append(request)
+                finished.append(request)
                 self._remove(request)
                 if request.is_kept:
                     self._usage.complete(request)
                 else:
                     self._usage.remove(request)
         self._watch(outputs)
-        return over
+        return finished
 
     def finish(self) -> list[VllmRequest]:
         """Step until nothing is in flight."""
-        over = []
+        finished = []
         while self._by_id:
-            over += self.advance()
-        return over
+            finished += self.advance()
+        return finished
 
     def drop(self, requests: Collection[Request]) -> list[VllmRequest]:
         """Forget some; vLLM must be told to drop them. Requests not in flight are ignored."""

@@ -41,7 +41,7 @@ class VllmRequest:
         request_id: Its id in vLLM; its row is captured under it.
         tokens: The most tokens that it takes in the key/value cache, with those that it may still
             draw.
-        reads: How many of its first tokens vLLM may take over from others.
+        shareable: How many of its first tokens vLLM may take over from others.
         resumable: Whether vLLM keeps it when it is finished, for more tokens.
         length: Of the prompt, tokens.
         params: vLLM's sampling parameters.
@@ -55,7 +55,7 @@ class VllmRequest:
     prompt: Query
     request_id: str
     tokens: int
-    reads: int
+    shareable: int
     resumable: bool = False
     length: int = field(init=False)
     params: Any = field(init=False, default=None)

@@ -33,14 +33,14 @@ def _any_row() -> Any:
     return _params({}, max_tokens=1, temperature=0.0)
 
 
-def score_params(key: str, request: ScoreRequest, reads: int, *, by_id: bool) -> Any:
+def score_params(key: str, request: ScoreRequest, shareable: int, *, by_id: bool) -> Any:
     """A row, captured under ``key``, and the log-probabilities of a continuation's tokens but the
     last.
 
     Args:
         key: The key.
         request: The score.
-        reads: How many first tokens may be taken over from others.
+        shareable: How many first tokens may be taken over from others.
         by_id: Whether vLLM takes the tokens that are scored; else it gives those of all tokens that
             it computes.
     """
@@ -50,10 +50,10 @@ def score_params(key: str, request: ScoreRequest, reads: int, *, by_id: bool) ->
         start = request.query.length - 1
         wishes = {"prompt_logprob_token_ids": scored, "prompt_logprob_start": start}
     return _params(
-        {ROW_KEY: key, READS_KEY: reads},
+        {ROW_KEY: key, READS_KEY: shareable},
         max_tokens=1,
         temperature=0.0,
-        skip_reading_prefix_cache=not reads,
+        skip_reading_prefix_cache=not shareable,
         **wishes,
     )
 
