@@ -330,13 +330,9 @@ def test_what_is_no_wrapper_is_refused(wrapper, said):
 
 
 def test_an_engine_whose_hook_is_marked_as_a_wrapper_is_refused():
-    class Around(MockEngine):
-        @hookimpl(wrapper=True)
-        def genlm_next_token_logprobs(self):
-            return (yield)
-
+    marked = hookimpl(wrapper=True)(around)
     with pytest.raises(PluginError, match=r"Around .*_logprobs is marked as a wrapper"):
-        opened(Around)
+        opened(type("Around", (MockEngine,), {"genlm_next_token_logprobs": marked}))
 
 
 def test_other_marks_do_what_pluggy_says():

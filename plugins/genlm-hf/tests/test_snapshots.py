@@ -25,7 +25,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def further(model: Any, contexts: int, tokens: int) -> list[int]:
-    """The forwards in which so many contexts go on by so many tokens: one, or one for each token."""
+    """The forwards in which so many contexts go on by so many tokens: one, or one a token."""
     if model.engine.reuse is ReuseMode.SNAPSHOTS:
         return [contexts * tokens]
     return [contexts] * tokens
