@@ -134,6 +134,35 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     assert not lost
 
 
+# --- options --------------------------------------------------------------------------------------
+
+
+def accepted_options(source: Path) -> set[str]:
+    """The options that a backend accepts: the fields of its class of options, or ``OPTIONS``."""
+    names: set[str] = set()
+    for node in ast.parse(source.read_text("utf-8")).body:
+        match node:
+            case ast.ClassDef(name="Options" | "HFOptions" | "RayOptions" | "CoreOptions"):
+                names |= {ast.unparse(f.target) for f in node.body if isinstance(f, ast.AnnAssign)}
+            case ast.Assign(targets=[ast.Name(id="OPTIONS")], value=value):
+                names |= set(ast.literal_eval(value))
+    return names
+
+
+SOURCES_OF_OPTIONS = {
+    "every": ROOT / "core/src/genlm/core/options.py",
+    **{file.parent.name: file for file in ROOT.glob("plugins/genlm-*/src/genlm/*/options.py")},
+}
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize("backend", SOURCES_OF_OPTIONS)
+def test_table_has_every_option_of_a_backend(backend: str) -> None:
+    page = (ROOT / "docs/reference/options.md").read_text("utf-8")
+    listed = set(re.findall(rf"^\| `?{backend}`? \| `(\w+)` \|", page, re.MULTILINE))
+    assert listed == accepted_options(SOURCES_OF_OPTIONS[backend]) != set()
+
+
 # --- the backend of the README --------------------------------------------------------------------
 
 

@@ -7,7 +7,8 @@ A page has blocks such as::
     <!-- end -->
 
 ``reference`` is made from docstrings, ``figures`` from the newest results of the benchmarks,
-``clauses`` from the docstrings of the conformance suite. ``--check`` writes nothing and fails if a
+``clauses`` from the docstrings of the conformance suite, ``options`` from what the backends take:
+of one that is named, or of all. ``--check`` writes nothing and fails if a
 block is old. The site shows references with links between types: ``tools/site.py`` turns them into
 directives of mkdocstrings.
 """
@@ -16,20 +17,18 @@ from __future__ import annotations
 
 import argparse
 import ast
-import functools
 import logging
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import griffe
 
 from tools.figures import TABLES, Figures
+from tools.options import TAKEN_BY, options_of
+from tools.sources import ROOT, found
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = [*ROOT.glob("*/src"), *ROOT.glob("plugins/*/src")]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 #: A block: its beginning, its kind, what it is about, and its end.
@@ -54,6 +53,8 @@ def filled(page: str) -> str:
                 made = f"\n{TABLES[about](Figures())}\n\n"
             case "clauses":
                 made = f"\n{clauses()}\n\n"
+            case "options":
+                made = f"\n{options(about)}\n\n"
             case _:
                 raise ValueError(f"a page has a block of kind {kind!r}")
         return f"{begin}{made}{end}"
@@ -89,6 +90,19 @@ def clauses() -> str:
     return "\n".join(lines)
 
 
+def options(backend: str | None) -> str:
+    """The options of a backend, or of all, with their defaults and meanings."""
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    if backend is None:
+        lines = ["| backend | option | default | meaning |", "|---|---|---|---|"]
+    for name in TAKEN_BY if backend is None else [backend]:
+        first = f"| {name if name == 'every' else f'`{name}`'} " * (backend is None)
+        for option in options_of(name):
+            meaning = " ".join(_prose(option.meaning).split())
+            lines.append(f"{first}| `{option.name}` | `{option.default}` | {meaning} |")
+    return "\n".join(lines)
+
+
 def _cause(clause: Any) -> str:
     """What its decorator ``advise`` says first."""
     for decorator in clause.decorators:
@@ -109,26 +123,6 @@ def documented(name: str, inherited: bool) -> str:
             for inner in _members(member, inherited=False):
                 lines += [*_heading(inner, 3), *_text(inner)]
     return "\n".join(lines).rstrip() + "\n\n"
-
-
-@functools.cache
-def found(name: str) -> Any:
-    """What has a name: a module, class or function, with its docstring."""
-    loaded: Any = _sources()[name]
-    while loaded.is_alias:
-        loaded = loaded.final_target
-    return loaded
-
-
-@functools.cache
-def _sources() -> Any:
-    """All modules of ``genlm``, by their names.
-
-    They are read once: ``GriffeLoader.load`` of one name reads the whole package again.
-    """
-    loader = griffe.GriffeLoader(search_paths=SOURCES, docstring_parser=griffe.Parser.google)
-    loader.load("genlm")
-    return loader.modules_collection
 
 
 def _members(thing: Any, inherited: bool) -> Iterator[Any]:

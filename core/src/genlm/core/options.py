@@ -25,26 +25,27 @@ class CoreOptions:
     """Options of the core.
 
     Attributes:
-        batch_size: The most queries in one engine call; ``None`` means no limit.
-        timeout: Seconds to hold a batch open for more requests; 0 does not wait. It limits nothing:
-            ``asyncio.wait_for`` gives up on a request.
-        cache_size: The most rows in the output cache; 0 turns it off, ``None`` leaves it to
-            ``cache_opts``.
+        batch_size: The most requests in one batch, or in flight; ``None`` means no limit.
+        timeout: Seconds to hold a batch open for more requests; 0 does not wait. No request is
+            given up after it: that is ``asyncio.wait_for``.
+        cache_size: The most rows in the output cache; 0 turns it off; ``None`` means
+            ``cache_opts["maxsize"]``.
         cache_opts: ``maxsize`` (rows, default 1000), ``max_bytes`` (default 512 MiB),
             ``move_to_cpu`` (default false).
-        check: Check every result of the engine against the contract, and raise what breaks it, or
-            pass that to a function, on the engine thread (on any, if ``genlm_wake`` raises);
-            ``None`` asks the environment (``GENLM_CHECK=1``). Without it the values of the first
-            rows and scores are checked, with ``False`` none. With it, errors of the engine keep
-            the local variables of its calls, for a debugger.
-        verify: Compare the rows of a model with those of the library that its folder is made for,
-            as it is loaded, and refuse it where they differ by more than rounding
-            (``genlm verify`` says more); ``False`` never. ``None`` asks the environment
-            (``GENLM_VERIFY=1`` or ``0``); without it the backend decides. A function gets the
-            report, and nothing is refused.
-        wrappers: Objects that change rows, by ``genlm_process_logprobs``, or observe the engine's
-            calls, by ``genlm_call_begins`` and ``genlm_call_ended`` (see
-            :mod:`genlm.core.hookspecs`).
+        check: Whether every result of the engine is checked against the contract. With ``True``, a
+            result that breaks it raises its :class:`~genlm.core.errors.PluginError`, and errors of
+            the engine keep the local variables of its calls, for a debugger. A function gets the
+            error instead, on the engine thread (on any thread, if ``genlm_wake`` raises).
+            ``None`` follows the environment (``GENLM_CHECK=1``), and otherwise checks the values
+            of the first rows and scores. ``False`` checks no values.
+        verify: Whether a model's rows are compared, when it is loaded, with the rows of the library
+            that its folder is made for. With ``True``, a model whose rows differ by more than
+            rounding is refused; a function gets the report instead. ``None`` follows the
+            environment (``GENLM_VERIFY=1`` or ``0``), and otherwise the backend decides.
+            ``genlm verify`` says more.
+        wrappers: Objects whose hooks change rows (``genlm_process_logprobs``) or observe the
+            engine's calls (``genlm_call_begins``, ``genlm_call_ended``); see
+            :mod:`genlm.core.hookspecs`.
     """
 
     batch_size: int | None = None

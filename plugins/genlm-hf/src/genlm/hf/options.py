@@ -95,22 +95,24 @@ class HFOptions:
     """Options of the hf backend.
 
     Attributes:
-        hf_opts: Passed to ``from_pretrained``: ``dtype``, ``device_map``, ``attn_implementation``,
-            ``revision``, ``gguf_file``, ...; ``tokenizer`` may name another folder or hub name for
-            the tokenizer.
+        hf_opts: Arguments of ``from_pretrained``: ``dtype``, ``device_map`` (needs accelerate),
+            ``attn_implementation``, ``gguf_file``, ``revision``, ... In addition, ``tokenizer``
+            names another tokenizer, which is loaded without ``revision``, ``token`` and similar
+            arguments.
         bitsandbytes_opts: Arguments of ``transformers.BitsAndBytesConfig``, for instance
-            ``{"load_in_4bit": True}``.
+            ``{"load_in_4bit": True}``. They work on the CPU too.
         compile_opts: Arguments of ``torch.compile``, for instance ``{"dynamic": True}``; ``None``
-            compiles nothing. Attention and the slot pool, whose shapes differ in every forward, are
-            left out of it. On CUDA, modes that capture CUDA graphs are refused.
-        device: Where the model goes, as PyTorch spells it; ``None`` is CUDA where it is, else the
-            CPU. Not with ``device_map``.
-        dtype: Of the weights: a ``torch.dtype``, its name, or ``"auto"``; ``None`` is float32 on
-            the CPU, else ``"auto"``.
-        kv_cache_bytes: The most bytes of key/value state to keep, least recently used first out; 0
-            keeps none; ``None`` is on CUDA half of the free memory, else a quarter of the available
-            memory and at most 4 GiB.
-        max_batch_tokens: The most new tokens in one forward; longer work is done in chunks.
+            compiles nothing. Attention and the slot pool are not compiled, because their shapes
+            change with every forward. On CUDA, modes that capture CUDA graphs are refused.
+        device: The model's device, as PyTorch names it; ``None`` means CUDA if it is available,
+            else the CPU. It cannot be combined with ``device_map``.
+        dtype: The type of the weights: a ``torch.dtype``, its name, or ``"auto"`` for the
+            checkpoint's own; ``None`` means float32 on the CPU and ``"auto"`` elsewhere.
+        kv_cache_bytes: The most bytes of key/value state to keep. The least recently used state is
+            evicted first, and 0 keeps none. ``None`` means half of the free memory on CUDA, and
+            elsewhere a quarter of the available memory, at most 4 GiB.
+        max_batch_tokens: The most new tokens in one forward. Longer work is done in chunks, and
+            other requests are answered between them.
     """
 
     hf_opts: Mapping[str, Any] = field(

@@ -35,18 +35,20 @@ class RayOptions:
     """The options of the ``ray`` backend.
 
     Attributes:
-        backend: The inner backend, installed on every node.
-        replicas: How many replicas.
-        backend_opts: The inner backend's options; those of the core too (``batch_size``, ...).
-        resources: For each replica: ``num_cpus`` (1), ``num_gpus`` (0), and ``placement``:
-            ``"spread"`` over the nodes (the default) or ``"pack"`` them onto few.
+        backend: The inner backend, which must be installed on every node.
+        replicas: The number of replicas.
+        backend_opts: The inner backend's options, and options of the core (``batch_size``, ...).
+        resources: The resources of each replica: ``num_cpus`` (1), ``num_gpus`` (0), and
+            ``placement``: ``"spread"`` over the nodes (the default) or ``"pack"`` onto few.
         address: A running cluster, as ``ray.init`` takes it: ``"10.0.0.1:6379"`` on a machine of
-            the cluster; ``"ray://10.0.0.1:10001"``, Ray's client, from elsewhere. ``None`` takes
-            ``RAY_ADDRESS``, else starts a cluster on this machine alone.
-        name: A fleet that outlives this program and that several programs share. It starts with
-            the first that names it; the others join it. ``None`` is a fleet of one's own.
-        start_timeout: Seconds to wait for the replicas to load, and later for any replica to be
-            there again.
+            the cluster, or ``"ray://10.0.0.1:10001"`` (Ray's client) from elsewhere. ``None``
+            means ``RAY_ADDRESS``; without that, a cluster is started on this machine, and stopped
+            with the last model.
+        name: The name of a fleet that several programs share, and that stays when a program ends.
+            The first program that names it starts it; the others join it. With ``None``, the
+            program has a fleet of its own.
+        start_timeout: Seconds within which the replicas must have loaded the model; later, seconds
+            for which all of them may be lost.
     """
 
     backend: str = "hf"

@@ -25,7 +25,7 @@ class AsyncSGLTransformer(NamedLM):
             model_id: A local folder or a hub name.
             engine_opts: SGLang's server arguments, for instance ``{"mem_fraction_static": 0.8,
                 "enable_lora": True}``.
-            gpu_id: Which GPU; ignored on the CPU.
+            gpu_id: The number of the GPU; ignored on the CPU.
             **options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``,
                 ``cache_opts``, ...
 

@@ -28,8 +28,8 @@ class AsyncVirtualLM(NamedLM):
                 ``tensor_parallel_size``, ``dtype``, ``enforce_eager``, ``max_model_len``,
                 ``enable_lora``, ``distributed_executor_backend``, ...
             live_sessions: Whether answered contexts stay in vLLM, so that extending one costs only
-                the new tokens. A number is the most that stay; with ``True`` it is half of
-                ``max_num_seqs``, and more while requests leave the places.
+                the new tokens. A number limits how many stay. With ``True``, the limit is half of
+                ``max_num_seqs``, and more while requests leave places free.
             **options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``,
                 ``cache_opts``, ...
 
