@@ -19,6 +19,7 @@ from attrs import frozen
 
 from genlm.core.errors import EngineError
 from genlm.kit.scaled_copy import INNER_WIDTH, MOST_WEIGHTS, WIDTH, small_config, thresholds
+from tools.families import Outcome, note, recorded
 from tools.tiny import write_tokenizer
 
 #: The row of a context, computed from its tokens alone.
@@ -163,6 +164,7 @@ class Tried:
     changed: dict[str, Any]
     outcome: str
     why: str = ""
+    shortened: bool = False  # contexts end before the longest that is tried
 
 
 def variants(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -289,8 +291,10 @@ def tried(
     except Exception as error:
         return Tried(family, dict(changed), "not built", str(error)[:200])
     off = {}
+    shortened = False
     try:
         with load(folder) as (longest, row_of):
+            shortened = longest is not None and longest < LENGTHS[-1]
             for length in LENGTHS:
                 if longest is not None and length > longest:
                     break
@@ -301,7 +305,8 @@ def tried(
         outcome = "failed" if off else "refused"
         return Tried(family, dict(changed), outcome, str(error)[:300])
     right = all(distance < CLOSE for distance in off.values())
-    return Tried(family, dict(changed), "right" if right else "wrong", "" if right else str(off))
+    outcome, why = ("right", "") if right else ("wrong", str(off))
+    return Tried(family, dict(changed), outcome, why, shortened)
 
 
 @frozen(kw_only=True)
@@ -371,12 +376,16 @@ class EveryFamily:
     configuration says, or refused.
 
     Attributes:
+        backend: The name of the engine's backend.
+        versions: The version of the engine, and of transformers.
         families: Their types.
         sweep: How their models are made and loaded.
         tried: How many could be tried when this was written.
         excused: Settings of families that need not be right.
     """
 
+    backend: str
+    versions: str
     families: Sequence[str]
     sweep: Sweep
     tried: int
@@ -394,7 +403,20 @@ class EveryFamily:
         yield found
         report(found, pytestconfig)
 
-    def test_a_family(self, family: str, table: list[Tried], tmp_path: Path) -> None:
+    def test_family_is_what_the_record_says(self, family: str, tmp_path: Path) -> None:
+        (found,) = self.sweep.of(family, tmp_path, lambda _: [])
+        limit = "contexts end early" if found.shortened and found.outcome == "right" else ""
+        outcome = Outcome(
+            self.backend, family, found.outcome, limit, " ".join(found.why.split()), self.versions
+        )
+        note(outcome)
+        before = recorded(self.backend, family)
+        assert found.outcome not in ("wrong", "failed"), found
+        assert before is None or before.outcome == outcome.outcome, (before, outcome)
+
+    def test_changed_settings_are_computed_or_refused(
+        self, family: str, table: list[Tried], tmp_path: Path
+    ) -> None:
         found = self.sweep.of(family, tmp_path)
         table.extend(found)
         wrong = [

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import transformers
+
+from tools.families import Outcome, note, recorded
 
 from .families import FAMILIES
 from .models import sweep
@@ -31,10 +34,16 @@ def table(pytestconfig: pytest.Config) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family(family: str, table: list[Any]) -> None:
+def test_family_is_what_the_record_says(family: str, table: list[Any]) -> None:
     found = sweep(family)
     table.append(found)
+    limit = "keeps no state" if found.reuse == "none" and found.outcome == "right" else ""
+    versions = f"transformers {transformers.__version__}"
+    outcome = Outcome("hf", family, found.outcome, limit, " ".join(found.why.split()), versions)
+    note(outcome)
+    before = recorded("hf", family)
     assert found.outcome != "wrong", found.why
+    assert before is None or before.outcome == outcome.outcome, (before, outcome)
 
 
 def test_most_families_were_tried(table: list[Any]) -> None:

@@ -8,7 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import mlx_lm
 import pytest
+import transformers
 from mlx_lm.utils import MODEL_REMAPPING
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -46,8 +48,10 @@ def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
 
 
 class TestMlx(EveryFamily):
-    """With transformers 5.23 and mlx-lm 0.32.2."""
+    """Every family that mlx-lm serves."""
 
+    backend = "mlx"
+    versions = f"mlx-lm {mlx_lm.__version__}, transformers {transformers.__version__}"
     families = sorted(
         {
             kind.model_type

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sglang
+import transformers
+
 from tests.sweep import EveryFamily
 
 from .families import SWEEP, served
 
 
 class TestSgl(EveryFamily):
-    """With transformers 5.19 and SGLang 0.5.23."""
+    """Every family that SGLang serves."""
 
+    backend = "sgl"
+    versions = f"sglang {sglang.__version__}, transformers {transformers.__version__}"
     families = sorted(served())
     sweep = SWEEP
     tried = 25

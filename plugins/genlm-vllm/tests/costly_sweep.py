@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import transformers
+import vllm
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from vllm.model_executor.models import ModelRegistry
 
@@ -13,8 +15,10 @@ SERVED = set(ModelRegistry.get_supported_archs())
 
 
 class TestVllm(EveryFamily):
-    """With transformers 5.19 and vLLM 0.32."""
+    """Every family that vLLM serves."""
 
+    backend = "vllm"
+    versions = f"vllm {vllm.__version__}, transformers {transformers.__version__}"
     families = sorted(
         {
             config.model_type

@@ -1,0 +1,80 @@
+"""What became of a small model of every family on every backend, and the table of it.
+
+The sweeps (``nox -s "costly(hf)"`` and the others) note each family in ``build/families.jsonl``.
+``python -m tools.families`` takes these notes into ``benchmarks/families.jsonl``, and
+``tools.blocks`` makes the table of the page from that. The sweeps fail where a family has become
+another than the file says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "benchmarks" / "families.jsonl"
+NOTES = ROOT / "build" / "families.jsonl"
+
+#: How much of an error is kept.
+REASON_CHARACTERS = 160
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a family's small model on a backend.
+
+    Attributes:
+        backend: The backend's name.
+        family: The ``model_type`` of transformers.
+        outcome: ``"right"``, ``"refused"``, ``"not built"`` (no small model could be made), or what
+            else the sweep says.
+        limit: What holds of right rows: ``"contexts end early"``, ``"keeps no state"``, or nothing.
+        why: What the error says, of a family that has no rows.
+        versions: Of the engine and of transformers.
+    """
+
+    backend: str
+    family: str
+    outcome: str
+    limit: str = ""
+    why: str = ""
+    versions: str = ""
+
+
+def note(outcome: Outcome, notes: Path = NOTES) -> None:
+    """Add what a sweep has found to the notes, without paths of this machine."""
+    fields = asdict(outcome)
+    fields["why"] = re.sub(r"(?<!\w)/[\w./-]+", "...", fields["why"])[:REASON_CHARACTERS]
+    notes.parent.mkdir(parents=True, exist_ok=True)
+    with notes.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(fields) + "\n")
+
+
+def read(file: Path) -> dict[tuple[str, str], Outcome]:
+    """The outcomes in a file by backend and family; the last of each."""
+    lines = file.read_text("utf-8").splitlines() if file.exists() else []
+    found = [Outcome(**json.loads(line)) for line in lines]
+    return {(one.backend, one.family): one for one in found}
+
+
+def recorded(backend: str, family: str) -> Outcome | None:
+    """What the record says of a family."""
+    return read(RECORD).get((backend, family))
+
+
+def lines(outcomes: dict[tuple[str, str], Outcome]) -> Iterator[str]:
+    for _, outcome in sorted(outcomes.items()):
+        yield json.dumps({name: value for name, value in asdict(outcome).items() if value}) + "\n"
+
+
+def main() -> None:
+    new = read(NOTES)
+    RECORD.write_text("".join(lines({**read(RECORD), **new})), "utf-8")
+    print(f"families: {len(new)} notes taken into {RECORD.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
