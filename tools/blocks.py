@@ -8,9 +8,9 @@ A page has blocks such as::
 
 ``reference`` is made from docstrings, ``figures`` from the newest results of the benchmarks,
 ``clauses`` from the docstrings of the conformance suite, ``options`` from what the backends take:
-of one that is named, or of all. ``--check`` writes nothing and fails if a
-block is old. The site shows references with links between types: ``tools/site.py`` turns them into
-directives of mkdocstrings.
+of one that is named, or of all; ``families`` from the record of the sweeps. ``--check`` writes
+nothing and fails if a block is old. The site shows references with links between types:
+``tools/site.py`` turns them into directives of mkdocstrings.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 import griffe
 
+from tools import families
 from tools.figures import TABLES, Figures
 from tools.options import TAKEN_BY, options_of
 from tools.sources import ROOT, found
@@ -53,6 +54,8 @@ def filled(page: str) -> str:
                 made = f"\n{TABLES[about](Figures())}\n\n"
             case "clauses":
                 made = f"\n{clauses()}\n\n"
+            case "families":
+                made = f"\n{families.table()}\n\n"
             case "options":
                 made = f"\n{options(about)}\n\n"
             case _:

@@ -18,6 +18,12 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "families.jsonl"
 NOTES = ROOT / "build" / "families.jsonl"
 
+#: The backends in the order of the table, hf first.
+BACKENDS = ("hf", "vllm", "mlx", "sgl")
+
+#: What an error says where the engine does not load the small model, whatever its rows would be.
+DOES_NOT_LOAD = re.compile(r"cannot (load|serve)|NotImplementedError|no kernel")
+
 #: How much of an error is kept.
 REASON_CHARACTERS = 160
 
@@ -68,6 +74,48 @@ def recorded(backend: str, family: str) -> Outcome | None:
 def lines(outcomes: dict[tuple[str, str], Outcome]) -> Iterator[str]:
     for _, outcome in sorted(outcomes.items()):
         yield json.dumps({name: value for name, value in asdict(outcome).items() if value}) + "\n"
+
+
+def said(outcome: Outcome | None) -> str:
+    """An outcome as the table has it; nothing where the engine has no such family."""
+    if outcome is None:
+        return ""
+    if outcome.outcome == "right":
+        return f"right, {outcome.limit}" if outcome.limit else "right"
+    if outcome.outcome == "refused" and not DOES_NOT_LOAD.search(outcome.why):
+        return "refused"
+    return "not compared"
+
+
+def table() -> str:
+    """A row for each family that an engine besides transformers has; the others of hf as a list."""
+    record = read(RECORD)
+    backends = [one for one in BACKENDS if any(backend == one for backend, _ in record)]
+    families = sorted({family for _, family in record})
+    shared = [f for f in families if any((backend, f) in record for backend in backends[1:])]
+    rows = [
+        [f"`{family}`", *(said(record.get((backend, family))) for backend in backends)]
+        for family in shared
+    ]
+    only: dict[str, list[str]] = {}
+    for family in families:
+        if family not in shared:
+            only.setdefault(said(record["hf", family]), []).append(f"`{family}`")
+    lists = [[f"{outcome} ({len(names)})", ", ".join(names)] for outcome, names in only.items()]
+    versions = {outcome.backend: outcome.versions for outcome in record.values()}
+    return "\n\n".join(
+        [
+            markdown(["family", *(f"`{backend}`" for backend in backends)], rows),
+            "Families that only hf has:",
+            markdown(["outcome", "families"], lists),
+            markdown(["backend", "versions"], [[f"`{one}`", versions[one]] for one in backends]),
+        ]
+    )
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
