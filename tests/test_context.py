@@ -8,9 +8,16 @@ import torch
 from attrs import evolve
 
 from genlm.core import InvalidQueryError, Query
-from genlm.core.context import BLOCK, Context
+from genlm.core.context import BLOCK_TOKENS, Context
 
-LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5]
+LENGTHS = [
+    1,
+    BLOCK_TOKENS - 1,
+    BLOCK_TOKENS,
+    BLOCK_TOKENS + 1,
+    2 * BLOCK_TOKENS,
+    3 * BLOCK_TOKENS + 5,
+]
 
 
 def ids_of(length):
@@ -55,20 +62,24 @@ def test_a_query_made_from_another_is_one_of_its_own(ids):
 
 @pytest.mark.parametrize(
     "other",
-    [ids_of(3 * BLOCK + 5)[BLOCK:], (251, *ids_of(3 * BLOCK + 5)[1:]), ids_of(3 * BLOCK + 4)],
+    [
+        ids_of(3 * BLOCK_TOKENS + 5)[BLOCK_TOKENS:],
+        (251, *ids_of(3 * BLOCK_TOKENS + 5)[1:]),
+        ids_of(3 * BLOCK_TOKENS + 4),
+    ],
     ids=["shorter", "another first token", "another end"],
 )
 def test_contexts_with_the_same_hash_are_compared(other):
     for make in (Context, extended):
-        one, two = make(ids_of(3 * BLOCK + 5), 258), make(other, 258)
+        one, two = make(ids_of(3 * BLOCK_TOKENS + 5), 258), make(other, 258)
         two.hash_value = one.hash_value
         assert one != two
         assert two != one
 
 
-@pytest.mark.parametrize("length", [1, 2, BLOCK, BLOCK + 3, 3 * BLOCK + 5])
+@pytest.mark.parametrize("length", [1, 2, BLOCK_TOKENS, BLOCK_TOKENS + 3, 3 * BLOCK_TOKENS + 5])
 def test_it_starts_with_its_first_ids_and_with_no_others(length):
-    ids = ids_of(3 * BLOCK + 5)
+    ids = ids_of(3 * BLOCK_TOKENS + 5)
     context = Context(ids, 258)
     assert context.starts_with(Context(ids[:length], 258))
     assert context.starts_with(context.first(length))
@@ -81,7 +92,7 @@ def test_it_starts_with_its_first_ids_and_with_no_others(length):
 def test_a_long_context_can_be_pickled_and_let_go():
     context = Context((1,), 258)
     for _ in range(200):
-        context = context.extend(*ids_of(BLOCK + 1))
+        context = context.extend(*ids_of(BLOCK_TOKENS + 1))
     assert pickle.loads(pickle.dumps(context)) == context
     assert pickle.loads(pickle.dumps(Query(context))) == Query(context)
 
@@ -134,7 +145,7 @@ def test_a_context_that_was_not_checked_for_this_model_is_checked_again(mock, co
 def test_its_first_tokens_are_counted_as_a_slice_counts_them(length):
     ids = ids_of(length)
     for context in (Context(ids, 258), Context(ids[:1], 258).followed_by(ids[1:])):
-        for first in (0, 1, BLOCK, length, length + 1, -1, -BLOCK, -length - 1):
+        for first in (0, 1, BLOCK_TOKENS, length, length + 1, -1, -BLOCK_TOKENS, -length - 1):
             assert context.first(first) == Context(ids[:first], 258)
 
 

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm.core import InvalidQueryError
-from genlm.core.context import BLOCK, Context
-from genlm.core.known_contexts import ENDING, KnownContexts
+from genlm.core.context import BLOCK_TOKENS, Context
+from genlm.core.known_contexts import ENDING_TOKENS, KnownContexts
 
-LONG = [at * 7 % 250 for at in range(2 * BLOCK + 5)]
+LONG = [at * 7 % 250 for at in range(2 * BLOCK_TOKENS + 5)]
 
 #: Lists of few ids, so that many are alike at their end, around every multiple of a block.
 LISTS = st.builds(
-    lambda first, more, end: [first, *[1] * (BLOCK * more + end)],
-    st.integers(0, 2), st.integers(1, 2), st.integers(-2, 2 + ENDING),
+    lambda first, more, end: [first, *[1] * (BLOCK_TOKENS * more + end)],
+    st.integers(0, 2), st.integers(1, 2), st.integers(-2, 2 + ENDING_TOKENS),
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm.kit.new_requests import EACH, Leaders, tokens_per_forward
+from genlm.kit.new_requests import MIN_TOKENS_TO_WAIT, Leaders, tokens_per_forward
 from genlm.kit.prefixes import key_of
 
 TOKENS_PER_FORWARD = 40
@@ -24,7 +24,7 @@ def nothing(one, shared):
 def test_the_longest_goes_and_what_it_begins_with_waits():
     new = keys(*(START[:length] for length in range(1, 21)))
     wait = Leaders(TOKENS_PER_FORWARD).waiting({}, new, nothing)
-    assert wait == {ids for ids in new if EACH < len(ids) < 20}
+    assert wait == {ids for ids in new if MIN_TOKENS_TO_WAIT < len(ids) < 20}
 
 
 def test_nobody_waits_for_less_than_a_forward():
@@ -36,8 +36,12 @@ def test_nobody_waits_for_less_than_a_forward():
 
 def test_nobody_waits_for_few_tokens_of_its_own():
     new = keys(*((*START, last) for last in range(60)))
-    assert not Leaders(TOKENS_PER_FORWARD).waiting({}, new, lambda one, shared: shared - EACH + 1)
-    assert Leaders(TOKENS_PER_FORWARD).waiting({}, new, lambda one, shared: shared - EACH)
+    assert not Leaders(TOKENS_PER_FORWARD).waiting(
+        {}, new, lambda one, shared: shared - MIN_TOKENS_TO_WAIT + 1
+    )
+    assert Leaders(TOKENS_PER_FORWARD).waiting(
+        {}, new, lambda one, shared: shared - MIN_TOKENS_TO_WAIT
+    )
 
 
 def test_another_adapter_begins_otherwise():

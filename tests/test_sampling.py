@@ -12,7 +12,7 @@ import torch
 
 from genlm.core import AsyncLM, EngineError, InvalidQueryError, SamplingParams, drawer
 from genlm.core.drawer import TokenDrawer, draw_together
-from genlm.core.generation import PREFIXES
+from genlm.core.generation import MAX_PREFIXES_AT_ONCE
 from genlm.core.mock import MockEngine
 from genlm.core.sampling import seed_of
 from tools.launched import Launched
@@ -75,13 +75,13 @@ def test_a_token_that_rows_have_no_place_for_is_no_continuation():
 
 def test_scores_by_rows_ask_few_contexts_at_a_time(mock, monkeypatch, gate):
     """Every prefix may take key/value state as large as the whole context's."""
-    count = 2 * PREFIXES + 6
+    count = 2 * MAX_PREFIXES_AT_ONCE + 6
     native = mock().sequence_logprobs_sync([1, 2], range(count))
     monkeypatch.delattr(MockEngine, "genlm_sequence_logprobs")
     gate.batches.clear()
     assert torch.equal(mock().sequence_logprobs_sync([1, 2], range(count)), native)
     assert sum(map(len, gate.batches)) == count
-    assert max(map(len, gate.batches)) <= PREFIXES
+    assert max(map(len, gate.batches)) <= MAX_PREFIXES_AT_ONCE
 
 
 # --- many draws together --------------------------------------------------------------------------

@@ -34,16 +34,16 @@ LONGEST = 3000
 
 #: Constants of the stores, each with values on both sides of what short programs reach.
 CONSTANTS = {
-    "genlm.mlx.store.FEW_MORE": [0, 4, 1000],
+    "genlm.mlx.store.MAX_TOKENS_BEFORE_LAST": [0, 4, 1000],
     "genlm.mlx.store.MOST_PRODUCTS": [1 << 9, 1 << 21],
     "genlm.mlx.store.LEAST_FED": [3, 256],
-    "genlm.mlx.blocks.WORTHWHILE": [2, 16, 100],
-    "genlm.mlx.blocks.FEW_MORE": [0, 64, 1000],
+    "genlm.mlx.blocks.MIN_SHARED_TOKENS": [2, 16, 100],
+    "genlm.mlx.blocks.MAX_TOKENS_BEFORE_READ": [0, 64, 1000],
     "genlm.mlx.runner.WITH_LOGITS": [1, 128],
-    "genlm.mlx.cache_limit.LEAST_KEPT": [0, 64 << 20],
-    "genlm.mlx.blocks.STAYS_WHOLE": [0.0, 0.25, 1.1],
-    "genlm.mlx.blocks.TOLERATED_PADDING": [0, 4096],
-    "genlm.mlx.layout.FEW": [1, 8],
+    "genlm.mlx.cache_limit.MIN_KEPT_BYTES": [0, 64 << 20],
+    "genlm.mlx.blocks.MIN_STAYING_SHARE": [0.0, 0.25, 1.1],
+    "genlm.mlx.blocks.MAX_PADDING_TOKENS": [0, 4096],
+    "genlm.mlx.layout.MAX_PADDED_TOKENS": [1, 8],
     "genlm.mlx.runner.FIRST_LOGITS": [1, 64],
 }
 SHARING_COSTS = [

@@ -7,7 +7,7 @@ import pytest
 from mlx.utils import tree_map
 
 from genlm.kit.kv import TokenSequence
-from genlm.mlx.blocks import WORTHWHILE, Blocks
+from genlm.mlx.blocks import MIN_SHARED_TOKENS, Blocks
 from genlm.mlx.runner import in_order
 
 from .watched import Folders, Tried, engine_of, keys_of, logprobs_of
@@ -77,16 +77,16 @@ def test_what_known_contexts_have_in_common_is_not_computed_again(
 @pytest.mark.parametrize("family", ["gemma3", "mamba", "lfm2"])
 def test_beginnings_of_a_text_cost_its_tokens(folders: Folders, family: str) -> None:
     tried, count = Tried(folders(family), Blocks), 8
-    (text,) = keys_of(1, WORTHWHILE * count)
-    beginnings = [text[: 1 + WORTHWHILE * at] for at in range(1, count + 1)]
-    assert sum(tried.ask(*beginnings)) == WORTHWHILE * count
+    (text,) = keys_of(1, MIN_SHARED_TOKENS * count)
+    beginnings = [text[: 1 + MIN_SHARED_TOKENS * at] for at in range(1, count + 1)]
+    assert sum(tried.ask(*beginnings)) == MIN_SHARED_TOKENS * count
 
 
 def test_a_prompt_shorter_than_a_window_is_not_computed_again(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The window of those that went on from it has wrapped: they cannot be trimmed."""
-    monkeypatch.setattr("genlm.mlx.blocks.WORTHWHILE", 4)
+    monkeypatch.setattr("genlm.mlx.blocks.MIN_SHARED_TOKENS", 4)
     tried, (prompt,) = Tried(folders("gemma3"), Blocks), keys_of(1, 10)
     known = [(*prompt, token) for token in range(4)]
     for token in range(10):
@@ -163,7 +163,7 @@ def test_a_program_that_goes_back_finds_a_state_near(folders: Folders, family: s
     tried, (prompt,), (tail,) = Tried(folders(family), Blocks), keys_of(1, 40), keys_of(1, 60)
     for size in range(1, 60):
         tried.compute([(*prompt, *tail[1:size])])
-    assert sum(tried.ask((*prompt, *tail[1:50], 7))) <= 2 * WORTHWHILE
+    assert sum(tried.ask((*prompt, *tail[1:50], 7))) <= 2 * MIN_SHARED_TOKENS
 
 
 def test_states_that_were_grown_go_before_a_prompt(folders: Folders) -> None:
@@ -194,7 +194,7 @@ def test_many_short_contexts_go_in_few_chunks(
 ) -> None:
     """Of 2 to 4 tokens before the last, two at a time, in a rotating cache: three take a chunk of
     three, not of two and one, which mlx-lm refuses."""
-    monkeypatch.setattr("genlm.mlx.blocks.FEW_MORE", 0)
+    monkeypatch.setattr("genlm.mlx.blocks.MAX_TOKENS_BEFORE_READ", 0)
     tried = Tried(folders("gemma3"), Blocks, step_size=62)
     keys = [key[: 4 + at % 3] for at, key in enumerate(keys_of(21, 6))]
     assert len(tried.ask(*keys)) == 3

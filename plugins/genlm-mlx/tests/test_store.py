@@ -17,7 +17,7 @@ from genlm.core import Query
 from genlm.kit.kv import Blank, Command
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.blocks import Blocks
-from genlm.mlx.engine import ROWS, TOGETHER
+from genlm.mlx.engine import MAX_TOKENS_SCORED_TOGETHER, ROWS
 from genlm.mlx.loading import load
 from genlm.mlx.probe import store_of
 from genlm.mlx.runner import Runner
@@ -135,7 +135,7 @@ def test_forks_continue_from_their_parent_and_the_others_stay_known(either: Trie
 def test_alternating_groups_keep_their_state(
     either: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genlm.mlx.cache_limit.LEAST_KEPT", 0)
+    monkeypatch.setattr("genlm.mlx.cache_limit.MIN_KEPT_BYTES", 0)
     groups = [keys_of(4, length, seed=length) for length in (70, 80)]
     for group in groups:
         either.ask(*group)
@@ -148,7 +148,7 @@ def test_alternating_groups_keep_their_state(
 def test_a_lone_context_takes_the_place_of_no_group(
     either: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genlm.mlx.cache_limit.LEAST_KEPT", 0)
+    monkeypatch.setattr("genlm.mlx.cache_limit.MIN_KEPT_BYTES", 0)
     keys, lone = keys_of(8, 70), keys_of(3, 5, seed=1)
     either.ask(*keys)
     for token, other in enumerate(lone):
@@ -380,7 +380,7 @@ def test_candidates_that_begin_alike_cost_their_tree(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba"])
-@pytest.mark.parametrize("size", [3, TOGETHER + 1])
+@pytest.mark.parametrize("size", [3, MAX_TOKENS_SCORED_TOGETHER + 1])
 def test_scores_have_mass_on_the_first_tokens_only(
     folders: Folders, family: str, size: int
 ) -> None:

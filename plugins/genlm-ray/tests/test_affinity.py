@@ -103,7 +103,7 @@ def test_a_token_more_adds_at_most_two_prefixes_at_any_length() -> None:
 
 
 def test_few_are_remembered_and_what_is_used_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genlm.ray.affinity.KEPT", 3)
+    monkeypatch.setattr("genlm.ray.affinity.MAX_PREFIXES", 3)
     affinity: Affinity[str] = Affinity()
     assert choose(affinity, {"left": 1, "right": 0}, query(0)) == "right"
     for token_id in range(1, 10):

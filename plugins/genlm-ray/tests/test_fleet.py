@@ -11,8 +11,8 @@ from genlm.core.types import query_of
 from genlm.ray.fleet import Fleet
 from genlm.ray.log import Change, Entry, Log
 from genlm.ray.member import Call, Job, Member, State
-from genlm.ray.placing import DEATHS, LIMITS, TRIALS, Placing
-from genlm.ray.watch import STARTS, Watch
+from genlm.ray.placing import LIMITS, MAX_DEATHS, TRIALS, Placing
+from genlm.ray.watch import MAX_REFUSED_STARTS, Watch
 from genlm.ray.wire import Description, Gone
 
 DESCRIPTION = Description(frozenset(), ByteTokenizer(), 258, None)
@@ -170,11 +170,11 @@ def test_a_replica_that_loads_in_the_end_is_not_lost() -> None:
 
     for _ in range(2):
         fleet.take(line.next("beat"), Gone("it died"))
-        for _ in range(STARTS - 1):
+        for _ in range(MAX_REFUSED_STARTS - 1):
             fleet.take(opening(), OSError("not just now"))
         fleet.take(opening(), DESCRIPTION)
     fleet.take(line.next("beat"), Gone("it died"))
-    for _ in range(STARTS):
+    for _ in range(MAX_REFUSED_STARTS):
         fleet.take(opening(), OSError("not any more"))
     with pytest.raises(EngineDeadError, match="all 1 replicas are lost"):
         fleet.tick(now)
@@ -350,12 +350,12 @@ def test_what_kills_one_replica_after_the_other_is_given_up_in_time() -> None:
     fleet, (line,) = started(1)
     outcomes: list[Exception | None] = []
     fleet.add(Entry(("pin", "prompt"), ("unpin", "prompt")), outcomes.append)
-    for _ in range(DEATHS):
+    for _ in range(MAX_DEATHS):
         assert outcomes == []
         fleet.take(line.next("beat"), Gone("it died"))
         fleet.take(line.next("open"), DESCRIPTION)
     (error,) = outcomes
-    assert f"{DEATHS} replicas died, one after the other" in str(error)
+    assert f"{MAX_DEATHS} replicas died, one after the other" in str(error)
     assert line.next("pin") is None
 
 

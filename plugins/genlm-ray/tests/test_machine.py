@@ -18,7 +18,7 @@ from genlm.core.types import Request, SampleRequest, ScoreRequest, query_of
 from genlm.ray.fleet import CANCELLED, Fleet
 from genlm.ray.log import Entry
 from genlm.ray.member import Call
-from genlm.ray.placing import DEATHS
+from genlm.ray.placing import MAX_DEATHS
 from genlm.ray.watch import PULSE
 from genlm.ray.wire import Ask, Busy, Gone, adapter_key, ids_of
 
@@ -229,7 +229,7 @@ class Program:
             query = query_of(request)
             if query.adapter and "add it again" in str(result):
                 assert self.may_lack(self.adapters[query.adapter]), result
-            elif f"{DEATHS} replicas died" in str(result):
+            elif f"{MAX_DEATHS} replicas died" in str(result):
                 assert self.may_blame(request), result
             else:
                 assert result == ("answer", tuple(query.token_ids)), result
@@ -249,7 +249,7 @@ class Program:
 
     def may_blame(self, suspect: Entry | Request) -> bool:
         """What was there whenever a replica died cannot be told from what kills it."""
-        return self.deaths[suspect] >= DEATHS
+        return self.deaths[suspect] >= MAX_DEATHS
 
     def may_lack(self, entry: Entry) -> bool:
         """Whether a replica that starts again may do without it."""
@@ -264,7 +264,7 @@ class Program:
         assert self.changing is not None
         (entry, adapter), self.changing = self.changing, None
         path = adapter and adapter.path
-        if f"{DEATHS} replicas died" in str(error):
+        if f"{MAX_DEATHS} replicas died" in str(error):
             assert self.may_blame(entry), error
         elif path != REFUSED:  # who refuses that may be away
             assert (error is not None) == (path in self.world.gone_paths), error

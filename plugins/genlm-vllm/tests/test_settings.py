@@ -198,7 +198,7 @@ LONG = {"max_position_embeddings": 1 << 17, "num_key_value_heads": 4, "head_dim"
 def test_contexts_fit_the_cache_that_the_memory_allows(make_tiny, load_briefly, monkeypatch):
     """The longest takes 256 MiB, half of which may be taken."""
     folder, sizes = make_tiny("Llama", **LONG), {}
-    monkeypatch.setattr(cache_size, "LEAST", 1 << 20)
+    monkeypatch.setattr(cache_size, "MIN_CACHE_BYTES", 1 << 20)
     monkeypatch.setattr(cache_size, "available_memory", lambda: 256 << 20)
     for name in ("max_model_len", "kv_cache_memory_bytes"):
         sizes[name] = None

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 #: How many more objects there are before the collector searches the new ones. Python's default is
 #: 700 or 2,000, and a step of a thousand particles keeps 20,000 until it ends. Garbage among fewer
 #: than this waits, and may hold rows, so it is not more.
-RARE = 50_000
+COLLECTION_THRESHOLD = 50_000
 
 
 class Collector:
@@ -31,7 +31,7 @@ class Collector:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # re-entrant, because a signal handler may load a model
         self._users = 0
-        self._before = RARE
+        self._before = COLLECTION_THRESHOLD
         self._told = not hasattr(os, "register_at_fork")  # whether a fork calls leave_parent()
 
     @contextmanager
@@ -45,8 +45,8 @@ class Collector:
             self._users += 1
             if self._users == 1:
                 self._before, *rest = gc.get_threshold()
-                if 0 < self._before < RARE:
-                    gc.set_threshold(RARE, *rest)
+                if 0 < self._before < COLLECTION_THRESHOLD:
+                    gc.set_threshold(COLLECTION_THRESHOLD, *rest)
         try:
             yield
         finally:
@@ -58,7 +58,7 @@ class Collector:
     def _restore(self) -> None:
         """Give the process its own setting back, once nobody asks for another."""
         now, *rest = gc.get_threshold()
-        if not self._users and now == RARE:  # else it has been set meanwhile
+        if not self._users and now == COLLECTION_THRESHOLD:  # else it has been set meanwhile
             gc.set_threshold(self._before, *rest)
 
     def _leave_parent(self) -> None:

@@ -17,7 +17,7 @@ TokenIds = tuple[int, ...]
 MOST, MOST_CONTEXTS = 1 << 24, 1 << 20
 
 #: Tokens that are hashed, and shared by the contexts that extend one another, at a time.
-BLOCK = 128
+BLOCK_TOKENS = 128
 
 #: What may be wrong where an id is a list.
 NESTED = ", a list in place of an id; methods that begin with batch_ take several contexts"
@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
     Attributes:
         previous: The block before; ``None`` for the first.
-        token_ids: The ids of this block, ``BLOCK`` of them.
+        token_ids: The ids of this block, ``BLOCK_TOKENS`` of them.
         end: How many ids there are up to the end of this block.
         value: The hash of all of those: this block's ids with the hash of the blocks before it.
     """
@@ -41,11 +41,11 @@ class Block(NamedTuple):
 
 def blocks_of(last: Block | None, token_ids: TokenIds) -> tuple[Block | None, TokenIds]:
     """The blocks that ``token_ids`` fill after ``last``, and the ids left over."""
-    full = len(token_ids) - len(token_ids) % BLOCK
+    full = len(token_ids) - len(token_ids) % BLOCK_TOKENS
     end, value = (0, 0) if last is None else (last.end, last.value)
-    for start in range(0, full, BLOCK):
-        ids = token_ids[start : start + BLOCK]
-        end, value = end + BLOCK, hash((value, ids))
+    for start in range(0, full, BLOCK_TOKENS):
+        ids = token_ids[start : start + BLOCK_TOKENS]
+        end, value = end + BLOCK_TOKENS, hash((value, ids))
         last = Block(last, ids, end, value)
     return last, token_ids[full:]
 
@@ -88,7 +88,7 @@ class Context(Sequence[int]):
     )  # fmt: skip
 
     _blocks: Block | None  # the full blocks of the ids
-    _tail: TokenIds  # the ids behind those, fewer than BLOCK
+    _tail: TokenIds  # the ids behind those, fewer than BLOCK_TOKENS
     _ids: TokenIds | None  # all of them, once they have been asked for
     length: int
     vocab_size: int
@@ -97,7 +97,7 @@ class Context(Sequence[int]):
     parent_hash: int
 
     def __init__(self, tail: TokenIds, vocab_size: int = 0, blocks: Block | None = None) -> None:
-        if len(tail) >= BLOCK:
+        if len(tail) >= BLOCK_TOKENS:
             blocks, tail = blocks_of(blocks, tail)
         self._blocks, self._tail, self.vocab_size = blocks, tail, vocab_size
         self._ids = tail if blocks is None else None
@@ -139,7 +139,7 @@ class Context(Sequence[int]):
         if len(token_ids) != len(self) or token_ids[len(self) - len(tail) :] != tail:
             return False
         while block is not None:
-            if token_ids[block.end - BLOCK : block.end] != block.token_ids:
+            if token_ids[block.end - BLOCK_TOKENS : block.end] != block.token_ids:
                 return False
             block = block.previous
         return True

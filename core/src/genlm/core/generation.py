@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 #: How many contexts of one continuation are asked at a time, if the engine does not score itself.
 #: Each may take as much key/value state as the whole context.
-PREFIXES = 32
+MAX_PREFIXES_AT_ONCE = 32
 
 #: Queries, and a continuation of each.
 Continuations = Sequence[tuple[Query, TokenIds]]
@@ -481,8 +481,8 @@ class GenerationMixin(RowsMixin):
 
         scored: list[torch.Tensor] = []
         likeliest: list[int] = []
-        for start in range(0, len(continuation), PREFIXES):
-            ids = continuation[start : start + PREFIXES]
+        for start in range(0, len(continuation), MAX_PREFIXES_AT_ONCE):
+            ids = continuation[start : start + MAX_PREFIXES_AT_ONCE]
             rows = await self._rows([query.extended(ids[:end]) for end in range(len(ids))])
             scored.append(rows[range(len(ids)), ids])
             likeliest += rows.argmax(-1).tolist()

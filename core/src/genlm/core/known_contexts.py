@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakValueDictionary
 
-from genlm.core.context import BLOCK, Context, TokenIds, are_ints
+from genlm.core.context import BLOCK_TOKENS, Context, TokenIds, are_ints
 
 #: By how many of its last ids a context is looked up.
-ENDING = 16
+ENDING_TOKENS = 16
 
 
 class KnownContexts:
@@ -31,10 +31,10 @@ class KnownContexts:
             token_ids: Whatever was given in place of a context.
             vocab_size: The number of ids that the model has.
         """
-        if type(token_ids) not in (list, tuple) or len(token_ids) <= BLOCK:
+        if type(token_ids) not in (list, tuple) or len(token_ids) <= BLOCK_TOKENS:
             return None  # to check it costs as little
         ids = tuple(token_ids)
-        if not are_ints(ids[-ENDING:]) or not 0 <= ids[-1] < vocab_size:
+        if not are_ints(ids[-ENDING_TOKENS:]) or not 0 <= ids[-1] < vocab_size:
             return None
         if (same := self._look_up(ids)) is not None:
             return same
@@ -46,12 +46,12 @@ class KnownContexts:
 
     def add(self, context: Context) -> None:
         """Know a context, if it is long."""
-        if len(context) > BLOCK:
-            self._by_ending[len(context), context.since(len(context) - ENDING)] = context
+        if len(context) > BLOCK_TOKENS:
+            self._by_ending[len(context), context.since(len(context) - ENDING_TOKENS)] = context
 
     def _look_up(self, ids: TokenIds) -> Context | None:
         try:
-            context = self._by_ending.get((len(ids), ids[-ENDING:]))
+            context = self._by_ending.get((len(ids), ids[-ENDING_TOKENS:]))
         except TypeError:  # what is no id may have no hash
             return None
         # 1.0 and True are equal to an id, and an array has no truth value.

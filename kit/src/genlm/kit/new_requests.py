@@ -13,7 +13,7 @@ from genlm.kit.prefixes import PrefixIndex, length_of, tokens_in
 T = TypeVar("T")
 
 #: The fewest tokens for which a request waits.
-EACH = 2
+MIN_TOKENS_TO_WAIT = 2
 
 
 def tokens_per_forward(device_type: str) -> int:
@@ -33,7 +33,7 @@ class Leaders(Generic[T]):
         each: And only those that have so many of their own computed by others.
     """
 
-    def __init__(self, least_saved: int, each: int = EACH) -> None:
+    def __init__(self, least_saved: int, each: int = MIN_TOKENS_TO_WAIT) -> None:
         self._least_saved, self._each = least_saved, each
         # For which each has waited, and how many of its tokens were known.
         self._waited: dict[T, tuple[T, int]] = {}

@@ -12,10 +12,10 @@ from genlm.core.types import Query, ScoreRequest
 from genlm.kit.prefixes import common_length
 
 #: On a CPU, a row takes as long as so many tokens more.
-A_ROW = 3
+ROW_COST_TOKENS = 3
 #: Fewer tokens are left to rows: these are found again by what is asked next, which would take
 #: another forward.
-FEW = 8
+MIN_NATIVE_SCORE_TOKENS = 8
 
 
 def cheaper_as_requests(scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
@@ -29,7 +29,8 @@ def cheaper_as_requests(scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
         if len(each.continuation) > 1:  # else the context's row has it
             behind.setdefault(each.query, []).append(each)
     cheaper = [each for group in behind.values() if _cost_less(group) for each in group]
-    return cheaper if sum(len(each.continuation) for each in cheaper) >= FEW else []
+    tokens = sum(len(each.continuation) for each in cheaper)
+    return cheaper if tokens >= MIN_NATIVE_SCORE_TOKENS else []
 
 
 def _cost_less(group: Sequence[ScoreRequest]) -> bool:
@@ -37,4 +38,4 @@ def _cost_less(group: Sequence[ScoreRequest]) -> bool:
     each that they begin with."""
     known = sorted(each.continuation[:-1] for each in group)
     rows = 1 + sum(len(ids) - common_length(last, ids) for last, ids in pairwise([(), *known]))
-    return A_ROW * rows > sum(map(len, known)) + A_ROW * len(group)
+    return ROW_COST_TOKENS * rows > sum(map(len, known)) + ROW_COST_TOKENS * len(group)

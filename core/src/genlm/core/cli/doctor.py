@@ -18,7 +18,7 @@ from genlm.core.errors import BackendNotFoundError
 from genlm.core.plugins import available_backends, choose_backend
 
 #: How long to wait for a tool of the system, seconds.
-PATIENCE = 10.0
+TOOL_TIMEOUT_SECONDS = 10.0
 
 
 def add_to(commands: Commands) -> None:
@@ -70,7 +70,7 @@ def accelerators() -> list[str]:
 
 def _lines_of(command: list[str]) -> list[str]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"{command[0]} could not be run: {error}"]
     if done.returncode:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 #: What takes this many times longer is worth a remark.
-SLOWER = 1.2
+SLOWER_RATIO = 1.2
 
 #: How often the sides take turns, and for how many seconds each time.
 ROUNDS, SECONDS = 5, 0.03
@@ -46,7 +46,7 @@ def dtypes() -> str:
 def threads_verdict(one: float, two: float) -> str:
     """What the times of one and two threads, in seconds, mean."""
     compared = f"one takes {one * 1e3:.2f} ms where two take {two * 1e3:.2f} ms"
-    if two < SLOWER * one:
+    if two < SLOWER_RATIO * one:
         return compared
     return (
         f"{compared}\n"
@@ -58,7 +58,7 @@ def threads_verdict(one: float, two: float) -> str:
 def dtypes_verdict(float32: float, bfloat16: float) -> str:
     """What the times of the two types, in seconds, mean."""
     compared = f"float32 takes {float32 * 1e3:.2f} ms where bfloat16 takes {bfloat16 * 1e3:.2f} ms"
-    if float32 > SLOWER * bfloat16:
+    if float32 > SLOWER_RATIO * bfloat16:
         return (
             f"{compared}: with many contexts hf may be faster on this processor with "
             "--option dtype=bfloat16, which rounds more"

@@ -58,7 +58,7 @@ T = TypeVar("T")
 #: The most passes of an event loop for one gathering, while each adds a request. Particles that
 #: start together, or in waves one pass apart, have all asked after a few tens of passes; a loop
 #: that asks in every pass never ends.
-PASSES = 100
+MAX_PASSES = 100
 
 #: How long the interpreter waits at exit for the current step, for a load that has been
 #: interrupted, and for a lock that is held for moments only, seconds.
@@ -66,7 +66,7 @@ EXIT_PATIENCE, LOAD_PATIENCE, LOCK_PATIENCE = 60.0, 2.0, 2.0
 
 #: How often a signal handler that asks looks for its result, seconds. Only for a handler that
 #: interrupted code which holds the lock.
-POLL = 0.01
+POLL_SECONDS = 0.01
 
 #: Make the errors of callers, for each its own.
 closed = partial(ModelClosedError, "the model is closed; load it again to ask further requests")
@@ -287,7 +287,7 @@ class Batcher:
         while self._holds_lock() and not future.done():
             # A signal handler that interrupted code which holds the lock. Waiting on the condition
             # releases it, so that other threads can continue.
-            self._changed.wait(POLL)
+            self._changed.wait(POLL_SECONDS)
         return future.result()
 
     def _holds_lock(self) -> bool:
@@ -306,7 +306,7 @@ class Batcher:
             grown, gathering.seen = gathering.requests > gathering.seen, gathering.requests
             gathering.passes += 1
             full = gathering.requests >= self._lanes.limit
-            if grown and gathering.passes < PASSES and not full:
+            if grown and gathering.passes < MAX_PASSES and not full:
                 loop.call_soon(self._after_pass, loop)
             else:
                 del self._gatherings[loop]

@@ -21,7 +21,7 @@ from genlm.core.trie.nodes import Ints, Nodes, count_up
 Indices = npt.NDArray[np.intp]
 
 #: The most blocks at the top of the tree: a level of fewer takes as long as an empty one.
-TOP = 16
+MAX_TOP_BLOCKS = 16
 
 
 @frozen(eq=False)
@@ -113,7 +113,7 @@ def _bounds(items: int) -> list[int]:
     """Where each level of the tree begins in the work row, the lowest first, and where the last one
     ends. The last one of an odd number is in no pair."""
     bounds, size = [0, items], items
-    while size > TOP:
+    while size > MAX_TOP_BLOCKS:
         size //= 2
         bounds.append(bounds[-1] + size)
     return bounds

@@ -11,7 +11,7 @@ from genlm.kit.prefixes import PrefixIndex, tokens_in
 
 #: A sequence takes rows from another one if that has at least this many of them, or all: the first
 #: is the context's own, and a start one token later than that of others is not worth it.
-FEW = 2
+MIN_ROWS_TAKEN = 2
 
 #: For each row the scores that it gives.
 Given = list[list[int]]
@@ -102,6 +102,6 @@ def _common(known: PrefixIndex[bytes, tuple[int, Given]], sequence: TokenSequenc
         return []
     first, given = known[nearest]
     count = tokens_in(common) - sequence.latest_start
-    if first > sequence.latest_start or count < min(FEW, sequence.keep):
+    if first > sequence.latest_start or count < min(MIN_ROWS_TAKEN, sequence.keep):
         return []
     return given[sequence.latest_start - first :][:count]

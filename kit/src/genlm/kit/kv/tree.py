@@ -13,7 +13,7 @@ from genlm.kit.prefixes import key_of, nearest_of, prefix_of, tokens_in
 from genlm.kit.segments import Segment, Slot, Trunk
 
 #: Of more than one in so many that have changed, all are sorted anew.
-FEW = 16
+KEYS_PER_CHANGE = 16
 
 
 class Tree:
@@ -96,7 +96,7 @@ class Tree:
 
     def _sort(self) -> None:
         """Sort the kept ones by key: the few that have changed one by one, else all anew."""
-        if FEW * (len(self._gone) + len(self._come)) > len(self._keys):
+        if KEYS_PER_CHANGE * (len(self._gone) + len(self._come)) > len(self._keys):
             self._sorted = sorted(self.kept, key=attrgetter("key"))
             self._keys = [segment.key for segment in self._sorted]
         else:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 logger = get_logger()
 
 #: Slots are looked at for what they have in common, or for the longest, if one in so many is new.
-NEW = 8
+SLOTS_PER_NEW_SLOT = 8
 
 
 class Trunks:
@@ -138,7 +138,7 @@ class Trunks:
             return False
         most, weighed, slots = self._vain
         changed = self._since_vain + abs(len(self._tree.slots) - slots)
-        return columns <= most and costs is weighed and NEW * changed < slots
+        return columns <= most and costs is weighed and SLOTS_PER_NEW_SLOT * changed < slots
 
     def share_common(self, needs: Needs) -> bool:
         """If the table would take much more than its contents, turn into trunks what slots have in
@@ -177,7 +177,7 @@ class Trunks:
         if slots + needs.slots <= self._tree.allocated and not longer:
             return False
         self._new_slots += needs.slots
-        enough = longer or self._new_slots >= slots // NEW
+        enough = longer or self._new_slots >= slots // SLOTS_PER_NEW_SLOT
         if enough:
             self._new_slots = 0
         return enough

@@ -13,7 +13,7 @@ from genlm.mlx.runner import Cache, Key, Runner
 
 #: Tokens by which a cache grows when it is full. With mlx-lm's 256, the cache of short contexts
 #: would be mostly empty.
-GROWTH = 32
+GROWTH_TOKENS = 32
 
 
 @frozen
@@ -221,7 +221,7 @@ def _merged(singles: Sequence[Any]) -> Any:
     merged = singles[0].merge(singles)
     for layer in getattr(merged, "caches", (merged,)):
         if hasattr(layer, "step"):
-            layer.step = GROWTH
+            layer.step = GROWTH_TOKENS
     return merged
 
 

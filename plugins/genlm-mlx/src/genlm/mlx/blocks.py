@@ -23,18 +23,18 @@ from genlm.mlx.runner import Cache, Key, Runner, in_order, key_of
 #: The least tokens for which a shared prefix is computed first, a longer sequence is trimmed and
 #: used, and state that cannot be trimmed is kept when a context extends it by one token. It is also
 #: what a forward pass costs beside its tokens, in tokens.
-WORTHWHILE = 16
+MIN_SHARED_TOKENS = 16
 
 #: Up to this many tokens before those whose logits are read are computed together with them. More
 #: are computed first, without their logits.
-FEW_MORE = 64
+MAX_TOKENS_BEFORE_READ = 64
 
 #: If at least this share of a block stays when sequences leave it, the block is not changed: a copy
 #: costs more than the unused room.
-STAYS_WHOLE = 1 / 4
+MIN_STAYING_SHARE = 1 / 4
 
 #: Sequences with at most this many padded positions are always evaluated together.
-TOLERATED_PADDING = 4096
+MAX_PADDING_TOKENS = 4096
 
 
 @frozen(eq=False)
@@ -181,7 +181,7 @@ class Blocks:
     def _shared(self, targets: Sequence[Target], known: Mapping[Key, int]) -> list[Key]:
         """The prefixes that two or more keys lack, and those of known contexts that a key leaves,
         which may not be the last to do so."""
-        left = [one for one in targets if one.first + 1 - known[one.key] >= WORTHWHILE]
+        left = [one for one in targets if one.first + 1 - known[one.key] >= MIN_SHARED_TOKENS]
         left.sort(key=attrgetter("key"))
         shared = {
             a.key[:size]
@@ -195,7 +195,7 @@ class Blocks:
         worthwhile: list[Key] = []
         for prefix in sorted(shared):
             below = common_length(prefix, worthwhile[-1]) if worthwhile else 0
-            if len(prefix) - max(below, self._source(prefix, -1)[1]) >= WORTHWHILE:
+            if len(prefix) - max(below, self._source(prefix, -1)[1]) >= MIN_SHARED_TOKENS:
                 worthwhile.append(prefix)
         return worthwhile
 
@@ -204,7 +204,8 @@ class Blocks:
         their logits."""
         waiting: dict[tuple[int, int], list[Block]] = defaultdict(list)
         started = self._started(targets)
-        ahead = sum(len(tokens) for block in started for tokens in block.missing) > FEW_MORE
+        count = sum(len(tokens) for block in started for tokens in block.missing)
+        ahead = count > MAX_TOKENS_BEFORE_READ
         for block in started:
             parts: dict[tuple[int, int], list[int]] = defaultdict(list)
             for at, (target, tokens) in enumerate(zip(block.targets, block.missing, strict=True)):
@@ -238,7 +239,7 @@ class Blocks:
         prefix = self._index.longest_prefix(key)
         whole = len(prefix) if prefix else 0
         near, common = self._index.nearest(key)
-        if near and common >= whole + WORTHWHILE and self._index[near].block.trimmable:
+        if near and common >= whole + MIN_SHARED_TOKENS and self._index[near].block.trimmable:
             return self._index[near], common
         return (self._index[prefix], whole) if prefix else (None, 0)
 
@@ -277,16 +278,16 @@ class Blocks:
             needed: Blocks that are used in this call.
         """
         far = max(block.since)
-        if block.pinned or ((stays or far >= WORTHWHILE) and not block.stays_trimmable):
+        if block.pinned or ((stays or far >= MIN_SHARED_TOKENS) and not block.stays_trimmable):
             self._touch(block)
-            if far == WORTHWHILE and not stays and not block.pinned:
+            if far == MIN_SHARED_TOKENS and not stays and not block.pinned:
                 # It has grown by single tokens, and nobody may come back: it goes first.
                 block.used = 0
             moved = block.copied(numbers)
             moved.since = [0] * len(numbers)
             return moved
         staying = sorted(block.living.difference(numbers))
-        if len(staying) >= STAYS_WHOLE * len(block.keys):
+        if len(staying) >= MIN_STAYING_SHARE * len(block.keys):
             for number in block.living.intersection(numbers):
                 self._index.remove(block.keys[number])
             block.living = set(staying)
@@ -373,14 +374,14 @@ def _begun(targets: Sequence[Target], known: Mapping[Key, int]) -> list[Key]:
     a pass: what follows it may differ next time. What goes on from another one has a pass of its
     own, behind that."""
     several = [one for one in targets if len(one.rows) > 1]
-    least = WORTHWHILE / max(len(several), 1)  # of each
+    least = MIN_SHARED_TOKENS / max(len(several), 1)  # of each
     chosen, chain = list[Key](), list[Key]()
     for prefix in sorted(
         {one.key[: one.first] for one in several if one.first - known[one.key] >= least}
     ):
         while chain and prefix[: len(chain[-1])] != chain[-1]:
             chain.pop()
-        if not chain or len(prefix) - len(chain[-1]) >= WORTHWHILE:
+        if not chain or len(prefix) - len(chain[-1]) >= MIN_SHARED_TOKENS:
             chosen.append(prefix)
             chain.append(prefix)
     return chosen
@@ -407,4 +408,4 @@ def _packed(blocks: Sequence[Block]) -> list[Block]:
 def _dense(blocks: Sequence[Block]) -> bool:
     lengths = [len(key) for block in blocks for key in block.keys]
     padding = max(lengths) * len(lengths) - sum(lengths)
-    return padding <= max(TOLERATED_PADDING, sum(lengths))
+    return padding <= max(MAX_PADDING_TOKENS, sum(lengths))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 #: Without a limit: how much is kept in all, relative to the largest batch (two groups of contexts
 #: can take turns, even if one has longer contexts), and the least bytes to keep besides any batch.
-IN_ALL = 5 / 2
-LEAST_KEPT = 64 << 20
+KEPT_PER_LARGEST_BATCH = 5 / 2
+MIN_KEPT_BYTES = 64 << 20
 
 
 class CacheLimit:
@@ -28,7 +28,7 @@ class CacheLimit:
         if self._max_bytes is not None:
             return self._max_bytes
         self._largest = max(self._largest, in_hand)
-        return max(LEAST_KEPT, int(IN_ALL * self._largest) - in_hand)
+        return max(MIN_KEPT_BYTES, int(KEPT_PER_LARGEST_BATCH * self._largest) - in_hand)
 
     def clear(self) -> None:
         """Note that everything was dropped."""

@@ -16,7 +16,7 @@ from genlm.kit.adapter_files import AdapterFolder
 from genlm.kit.kv.scored import ScoredRows, scored_sequences
 from genlm.kit.memory import lower
 from genlm.mlx.adapters import Adapters, read_folder
-from genlm.mlx.blocks import WORTHWHILE, Blocks
+from genlm.mlx.blocks import MIN_SHARED_TOKENS, Blocks
 from genlm.mlx.folders import MlxFolder
 from genlm.mlx.runner import Runner, key_of, version_of
 from genlm.mlx.store import Store
@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten
 
 #: Continuations of at most this many tokens are scored together; a longer one by itself, a few rows
 #: at a time.
-TOGETHER = 128
+MAX_TOKENS_SCORED_TOGETHER = 128
 
 #: About the most rows that are in memory at once, and the most continuations whose state is where
 #: each has a state of its own, which may be large.
@@ -122,7 +122,9 @@ class MlxEngine:
     ) -> Sequence[torch.Tensor]:
         scores: dict[int, torch.Tensor] = {}
         if self.store is not None:
-            short = [at for at, one in enumerate(continuations) if len(one) <= TOGETHER]
+            short = [
+                at for at, one in enumerate(continuations) if len(one) <= MAX_TOKENS_SCORED_TOGETHER
+            ]
             some = [queries[at] for at in short], [continuations[at] for at in short]
             scores = dict(zip(short, _scored(self.store, *some, width), strict=True))
         return [
@@ -138,7 +140,7 @@ class MlxEngine:
         else:
             cache, known = self.store.branch(query)
             before = query.length - 1
-            if before - known >= WORTHWHILE:
+            if before - known >= MIN_SHARED_TOKENS:
                 self.store.logits([Query(query.context.first(before), query.adapter)])
                 cache, known = self.store.branch(query)
         new = (*query.context.since(known), *continuation[:-1])

@@ -16,7 +16,7 @@ from genlm.mlx.chunk import Chunk, LayerState
 from genlm.mlx.groups import Group
 
 #: Slots with up to this many new tokens are attended together, each padded to the longest.
-FEW = 8
+MAX_PADDED_TOKENS = 8
 
 
 class Layout:
@@ -36,7 +36,9 @@ class Layout:
         segments = [chunk.segment for chunk in chunks]
         indices = np.array([one.index if isinstance(one, Slot) else -1 for one in segments])
         kinds = np.where(
-            indices < 0, -1 - np.arange(len(chunks)), np.ceil(np.log2(np.maximum(widths, FEW)))
+            indices < 0,
+            -1 - np.arange(len(chunks)),
+            np.ceil(np.log2(np.maximum(widths, MAX_PADDED_TOKENS))),
         )
         order = np.lexsort((indices, kinds))
         chunks = [chunks[at] for at in order.tolist()]

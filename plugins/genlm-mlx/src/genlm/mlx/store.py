@@ -22,7 +22,7 @@ SHARING_COSTS = SharingCosts(sharing=512, waste=2.0)
 
 #: Up to this many tokens before the last of a context are computed together with it. More are
 #: computed first, without their logits.
-FEW_MORE = 4
+MAX_TOKENS_BEFORE_LAST = 4
 
 #: The most products of queries and keys for each head in one forward pass of a long context, unless
 #: it would have fewer tokens than this.
@@ -147,7 +147,7 @@ class Store:
         starts = [one.start for one in batch]
         first = [min(at for _, at in rows) for rows in wanted]
         more = sum(first) - sum(starts)
-        if more > min(FEW_MORE * len(batch), self._runner.step_size - len(batch)):
+        if more > min(MAX_TOKENS_BEFORE_LAST * len(batch), self._runner.step_size - len(batch)):
             bounds = zip(batch, starts, first, strict=True)
             self._feed(chunk for bound in bounds for chunk in _chunks(*bound))
             starts = first

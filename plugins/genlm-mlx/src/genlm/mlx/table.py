@@ -16,10 +16,10 @@ from genlm.mlx.windows import windows_of
 
 #: If less than one in this many slots is a fork, each fork is copied alone. Else the whole table is
 #: copied at once, which costs less per slot in MLX, because no slot has to be cut out.
-FEW_FORKS = 6
+SLOTS_PER_FORK = 6
 
 #: The limit stays while the next one is lower by no more than one in this many.
-A_LITTLE = 8
+LIMIT_SLACK_DIVISOR = 8
 
 
 class TableLayer:
@@ -117,7 +117,7 @@ class Table:
         less than the last time is as much as that: to shrink, the table would be copied."""
         used += self.in_hand
         limit = used + self._cache_limit.limit(used * self.position_bytes) // self.position_bytes
-        if not limit <= self._limit <= limit + limit // A_LITTLE:
+        if not limit <= self._limit <= limit + limit // LIMIT_SLACK_DIVISOR:
             self._limit = limit
         return self._limit
 
@@ -187,7 +187,7 @@ class Table:
 
     def _fork(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
         slots = len(self.layers[0].keys)
-        if FEW_FORKS * len(targets) < slots:
+        if SLOTS_PER_FORK * len(targets) < slots:
             self._move(sources, targets, 0, columns)
             return
         order = list(range(slots))

@@ -12,10 +12,10 @@ from genlm.core.context import Context
 M = TypeVar("M", bound=Hashable)
 
 #: Prefixes are remembered at multiples of this many tokens, and where a context and its parent end.
-BLOCK = 32
+BLOCK_TOKENS = 32
 
 #: The most prefixes remembered, some hundred and thirty bytes each.
-KEPT = 100_000
+MAX_PREFIXES = 100_000
 
 #: A replica is overloaded if it has more than SLACK requests, and EXCESS times its share.
 SLACK, EXCESS = 4, 1.25
@@ -59,7 +59,7 @@ class Affinity(Generic[M]):
                 member = min(loads, key=loads.__getitem__)
             for prefix in unknown:
                 known[prefix] = member
-            while len(known) > KEPT:
+            while len(known) > MAX_PREFIXES:
                 known.popitem(last=False)
             loads[member] += 1
             yield member
@@ -79,7 +79,7 @@ def prefixes(query: Query) -> Iterator[int]:
     context, length, grown = query.context, query.length, query.context.grown
     version = 0 if query.adapter is None else query.adapter.version
     yield hash((version, context.hash_value))
-    if length % BLOCK < grown:  # those that its parent is too short for
+    if length % BLOCK_TOKENS < grown:  # those that its parent is too short for
         yield from blocks(context, version, length - grown)
     if length > (grown or 1):
         parent = context.parent_hash if grown else context.first(-1).hash_value
@@ -89,6 +89,7 @@ def prefixes(query: Query) -> Iterator[int]:
 
 def blocks(context: Context, version: int, above: int) -> Iterator[int]:
     """The prefixes of whole blocks that are longer than ``above``."""
-    ids, first = context.token_ids, context[:BLOCK]
-    for end in range(len(ids) // BLOCK * BLOCK, above // BLOCK * BLOCK, -BLOCK):
-        yield hash((version, end, first, ids[max(end - BLOCK, BLOCK) : end]))
+    ids, first = context.token_ids, context[:BLOCK_TOKENS]
+    last, first_end = (length // BLOCK_TOKENS * BLOCK_TOKENS for length in (len(ids), above))
+    for end in range(last, first_end, -BLOCK_TOKENS):
+        yield hash((version, end, first, ids[max(end - BLOCK_TOKENS, BLOCK_TOKENS) : end]))

@@ -9,7 +9,7 @@ from genlm.ray.cluster import Cluster
 from genlm.ray.options import NAMESPACE
 
 #: Seconds for a replica to say to the programs that it ends.
-GOODBYE = 10.0
+GOODBYE_SECONDS = 10.0
 
 
 def end_fleet(name: str, address: str | None = None) -> int:
@@ -39,7 +39,7 @@ def end_fleet(name: str, address: str | None = None) -> int:
                 with contextlib.suppress(ValueError):  # it has ended since
                     actors.append(ray.get_actor(**each))
         ending = [actor.end.remote() for actor in actors]
-        ray.wait(ending, num_returns=len(ending), timeout=GOODBYE) if ending else None
+        ray.wait(ending, num_returns=len(ending), timeout=GOODBYE_SECONDS) if ending else None
         for actor in actors:
             ray.kill(actor)
         return len(actors)

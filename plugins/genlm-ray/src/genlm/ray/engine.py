@@ -31,14 +31,14 @@ from genlm.ray.line import Line
 from genlm.ray.log import Entry
 from genlm.ray.member import Call
 from genlm.ray.options import RayOptions
-from genlm.ray.watch import LEASE
+from genlm.ray.watch import LEASE_PULSES
 from genlm.ray.wire import HOOKS, Description, absolute, adapter_key, ask
 
 #: Seconds for the replicas to release their engines before they are ended.
-GRACE = 30.0
+RELEASE_SECONDS = 30.0
 
 #: Just below the largest block from which glibc learns how much freed memory to keep (32 MB).
-LARGE = 31 << 20
+LARGE_BLOCK_BYTES = 31 << 20
 
 
 def keep_freed_memory() -> None:
@@ -48,7 +48,7 @@ def keep_freed_memory() -> None:
     fault for every 4 KB, which costs more than to fill it. It keeps them once a larger block has
     come and gone, as in every process with an engine. Other C libraries take no notice.
     """
-    np.empty(LARGE, np.uint8)
+    np.empty(LARGE_BLOCK_BYTES, np.uint8)
 
 
 class RayEngine:
@@ -89,7 +89,7 @@ class RayEngine:
             for index in range(options.replicas)
         ]
         # Ray ends a program's own replicas with it; on shared ones only its session ends.
-        lease = LEASE * watch.PULSE if self._shared else None
+        lease = LEASE_PULSES * watch.PULSE if self._shared else None
         loading = (lease, options.backend, absolute(model), dict(options.backend_opts))
         patience, now = options.start_timeout, time.monotonic()
         self._fleet = Fleet(self._program, lines, loading, patience, now, shared=self._shared)
@@ -228,7 +228,7 @@ class RayEngine:
         self._closing = True
         self._orders.put(lambda: None)
         try:
-            self._thread.join(GRACE)
+            self._thread.join(RELEASE_SECONDS)
             if self._cluster.connected:
                 self._leave(end=not (self._shared and self._fleet.started))
         finally:
@@ -242,7 +242,7 @@ class RayEngine:
             for member in there
             if member.loaded or (self._shared and end)
         }
-        ray.wait([*left.values()], num_returns=len(left), timeout=GRACE) if left else None
+        ray.wait([*left.values()], num_returns=len(left), timeout=RELEASE_SECONDS) if left else None
         for member in there:
             if not self._shared or (end and member.line.may_end(left[member])):
                 ray.kill(member.line.actor)

@@ -23,8 +23,8 @@ from genlm.core.types import ReductionRequest, Request, query_of
 from genlm.ray.functions import Functions, Lacking
 from genlm.ray.log import Action, Change, Entry, Log
 from genlm.ray.member import Call, Job, Journey, Member, State, alive
-from genlm.ray.placing import DEATHS, Placing
-from genlm.ray.watch import HOPE, STARTS, Watch
+from genlm.ray.placing import MAX_DEATHS, Placing
+from genlm.ray.watch import HOPE, MAX_REFUSED_STARTS, Watch
 from genlm.ray.wire import Ask, Busy, Description, Gone, ask
 
 log = get_logger()
@@ -167,8 +167,10 @@ class Fleet:
         if entry is not None and gone.computing:
             member.died_of = entry
             entry.deaths += 1
-            if entry.deaths >= DEATHS:
-                why = f"{DEATHS} replicas died, one after the other, while they loaded it: {gone}"
+            if entry.deaths >= MAX_DEATHS:
+                why = (
+                    f"{MAX_DEATHS} replicas died, one after the other, while they loaded it: {gone}"
+                )
                 self._fail(entry, EngineError(why))
         elif not member.ready:
             member.failures += 1
@@ -184,10 +186,10 @@ class Fleet:
             raise EngineDeadError("the fleet has been ended; load the model again")
         if not member.failures:
             self._go(self._live(member))
-        elif member.failures < STARTS or self.started or self._shared:
+        elif member.failures < MAX_REFUSED_STARTS or self.started or self._shared:
             self._watch.enter(member, State.RESTING)
         else:
-            why = f"a replica ended {STARTS} times while it was loading: {gone}"
+            why = f"a replica ended {MAX_REFUSED_STARTS} times while it was loading: {gone}"
             raise BackendUnavailableError(why)
 
     # --- what every replica must have -------------------------------------------------------------

@@ -26,7 +26,7 @@ LIMITS: dict[type, tuple[int, int]] = {
 }
 
 #: How often replicas may die of one request alone, before it gets the error.
-DEATHS = 3
+MAX_DEATHS = 3
 
 #: How many replicas try suspects at a time, and into how many groups suspects are split.
 TRIALS, GROUPS = 2, 8
@@ -168,7 +168,7 @@ class Placing:
         if computing and member.trying:
             if len(lost) == 1:
                 lost[0].deaths += 1
-            self.split([job for job in lost if job.deaths < DEATHS])
+            self.split([job for job in lost if job.deaths < MAX_DEATHS])
         elif computing or member.trying:
             self._suspect(lost)
         else:
@@ -176,4 +176,4 @@ class Placing:
         self._suspect(list(member.trial or ()))
         moved, member.waiting, member.trial = member.waiting, Waiting(), None
         self._place(moved)
-        return [job for job in lost if job.deaths >= DEATHS]
+        return [job for job in lost if job.deaths >= MAX_DEATHS]

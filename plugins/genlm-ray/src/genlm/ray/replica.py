@@ -47,13 +47,13 @@ WATCH = "watch"
 in_watch: Callable[[Method], Method] = ray.method(concurrency_group=WATCH)
 
 #: Seconds for which suspects of one program keep those of another waiting at most.
-TURN = 10.0
+TURN_SECONDS = 10.0
 
 #: The package that transformers makes of the code of models.
 OWN_CODE = "transformers_modules"
 
 #: Seconds from the last word to the end of the process, in which that leaves.
-FAREWELL = 0.5
+FAREWELL_SECONDS = 0.5
 
 
 @define(eq=False)
@@ -100,7 +100,7 @@ def send_own_code() -> None:
 
 def exit_soon() -> None:
     """End the process, once what has been said has left."""
-    asyncio.get_running_loop().call_later(FAREWELL, os._exit, 1)
+    asyncio.get_running_loop().call_later(FAREWELL_SECONDS, os._exit, 1)
 
 
 class InnerLM(AsyncLM):
@@ -238,7 +238,7 @@ class Replica:
         self._over = Gone("the fleet has been ended", computing=False, ended=True)
         self._ending.set()
         exit_soon()
-        await asyncio.sleep(FAREWELL)
+        await asyncio.sleep(FAREWELL_SECONDS)
 
     def die(self, error: Exception) -> None:
         """The engine cannot go on: end the process, so that Ray gives all of it back."""
@@ -314,7 +314,9 @@ class Replica:
             Busy: those of another are tried, and have not proved themselves by taking long.
         """
         now = time.monotonic()
-        if any(whose is not session and now < since + TURN for whose, since in self._trying):
+        if any(
+            whose is not session and now < since + TURN_SECONDS for whose, since in self._trying
+        ):
             raise Busy("another program tries suspects")
         self._trying.append(trial := (session, now))
         try:

@@ -19,11 +19,11 @@ from genlm.ray.member import Member, State
 PULSE, SILENT = 10.0, 6
 
 #: After how many times that a replica drops what a program has there that it has not heard of.
-LEASE = 4
+LEASE_PULSES = 4
 
 #: How often a replica may refuse to load, one time after the other, before it counts as lost. One
 #: that dies may do so by a neighbour's fault: it has as long as all replicas may be away.
-STARTS = 3
+MAX_REFUSED_STARTS = 3
 
 #: Seconds between two tries to start a replica, at most; and for which one that is starting is
 #: expected to be there soon.
@@ -66,7 +66,7 @@ class Watch:
 
     def hopeless(self) -> str | None:
         """Why no replica will answer any more."""
-        if all(member.refusals >= STARTS for member in self.members):
+        if all(member.refusals >= MAX_REFUSED_STARTS for member in self.members):
             return f"all {len(self.members)} replicas are lost, and none could be started again"
         if self.now >= self.alive_at + self.patience:
             return (

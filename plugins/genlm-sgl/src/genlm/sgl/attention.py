@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 MOST_POSITIONS = 1 << 16
 
 #: How much of a group may be padding.
-WASTE = 0.25
+MAX_PADDING_SHARE = 0.25
 
 
 @frozen(eq=False)
@@ -152,7 +152,7 @@ def _alike(lengths: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
     filled = 0
     for i in sorted(range(len(new)), key=lambda i: (new[i], lengths[i])):
         size = (len(group) + 1) * lengths[i]
-        fits = size <= MOST_POSITIONS and size - filled - lengths[i] <= WASTE * size
+        fits = size <= MOST_POSITIONS and size - filled - lengths[i] <= MAX_PADDING_SHARE * size
         if group and not (fits and new[i] == new[group[0]]):
             yield group
             group, filled = [], 0

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 #: How often a wait looks whether its program has been interrupted, seconds.
-PATIENCE = 0.2
+POLL_SECONDS = 0.2
 
 
 def import_whole(names: Sequence[str]) -> None:
@@ -31,6 +31,6 @@ def import_whole(names: Sequence[str]) -> None:
     thread = threading.Thread(target=run, name="genlm-import", daemon=True)
     thread.start()
     while thread.is_alive():  # an interrupt arrives between two waits
-        thread.join(PATIENCE)
+        thread.join(POLL_SECONDS)
     if raised:
         raise raised.pop()

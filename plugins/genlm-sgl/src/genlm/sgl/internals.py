@@ -21,7 +21,7 @@ from genlm.core.errors import BackendUnavailableError, EngineError, InvalidOptio
 from genlm.kit import randomness
 from genlm.sgl import attention
 from genlm.sgl.construction import construct, release_globals
-from genlm.sgl.imports import PATIENCE, import_whole
+from genlm.sgl.imports import POLL_SECONDS, import_whole
 from genlm.sgl.repairs import Limit, repair
 
 #: What is imported before a model is loaded.
@@ -40,7 +40,7 @@ LOADING = threading.Lock()
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    while not LOADING.acquire(timeout=PATIENCE):
+    while not LOADING.acquire(timeout=POLL_SECONDS):
         pass
     try:
         yield

@@ -12,7 +12,7 @@ from typing import Any
 from attrs import define
 
 from genlm.core import Query
-from genlm.kit.new_requests import EACH, Leaders
+from genlm.kit.new_requests import MIN_TOKENS_TO_WAIT, Leaders
 from genlm.kit.prefixes import key_of
 from genlm.sgl.internals import Scheduler
 
@@ -57,7 +57,7 @@ class NewRequests:
 
     def __init__(self, scheduler: Scheduler, least_saved: int) -> None:
         self._scheduler = scheduler
-        self._each = max(EACH, scheduler.page_size)
+        self._each = max(MIN_TOKENS_TO_WAIT, scheduler.page_size)
         self._leaders: Leaders[NewRequest] = Leaders(least_saved, self._each)
         self._waiting: dict[str, NewRequest] = {}
         self._begun: list[NewRequest] = []  # those in SGLang for which others may wait

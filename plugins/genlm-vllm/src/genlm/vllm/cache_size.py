@@ -14,10 +14,10 @@ from genlm.kit.memory import available_memory
 log = get_logger()
 
 #: The least that is taken, bytes.
-LEAST = 2 << 30
+MIN_CACHE_BYTES = 2 << 30
 
 #: What part of the memory that is free may be taken for one context of the model's longest.
-PART = 0.5
+FREE_MEMORY_SHARE = 0.5
 
 #: Options by which a user says how large the cache is.
 SIZES = ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override")
@@ -34,9 +34,9 @@ def cache_on_a_cpu(settings: Any, engine_opts: Mapping[str, Any]) -> dict[str, i
     """
     if any(engine_opts.get(name) is not None for name in SIZES):
         return {}
-    free = int(PART * (available_memory() or 0))
+    free = int(FREE_MEMORY_SHARE * (available_memory() or 0))
     wanted = 0 if settings is None else _bytes_of_a_context(settings, engine_opts)
-    chosen = {"kv_cache_memory_bytes": max(LEAST, min(wanted, free)), "max_model_len": -1}
+    chosen = {"kv_cache_memory_bytes": max(MIN_CACHE_BYTES, min(wanted, free)), "max_model_len": -1}
     return {name: value for name, value in chosen.items() if engine_opts.get(name) is None}
 
 

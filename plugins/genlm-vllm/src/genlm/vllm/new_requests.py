@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from genlm.kit.new_requests import EACH, Leaders
+from genlm.kit.new_requests import MIN_TOKENS_TO_WAIT, Leaders
 from genlm.kit.prefixes import key_of
 
 #: In ``SamplingParams.extra_args``, int: take over no more first tokens than this: of those behind,
@@ -75,7 +75,7 @@ class NewRequests:
         """Whether others have all but a few of its tokens: most requests are such."""
         before = readable(request)
         known = self._known(request, before)
-        return known % self._size > 0 and before - known < EACH
+        return known % self._size > 0 and before - known < MIN_TOKENS_TO_WAIT
 
 
 def readable(request: Any) -> int:
@@ -99,7 +99,7 @@ def _is_new(request: Any) -> bool:
 def _leads(request: Any) -> bool:
     """Whether it has begun, and has much to compute."""
     computed: int = request.num_computed_tokens
-    return computed > 0 and request.num_tokens - computed >= EACH and _shares(request)
+    return computed > 0 and request.num_tokens - computed >= MIN_TOKENS_TO_WAIT and _shares(request)
 
 
 def _shares(request: Any) -> bool:
