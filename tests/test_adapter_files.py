@@ -334,7 +334,7 @@ def test_a_file_that_is_not_sound(write, content, message):
     assert time.process_time() - started < 2
 
 
-def test_what_is_beyond_the_limit_is_not_read(write):
+def test_files_beyond_their_size_limits_are_not_read(write):
     folder = write()
     for length in (1 << 62, files.MOST_HEADER + 1):
         with (folder / files.WEIGHTS).open("r+b") as file:
@@ -360,7 +360,7 @@ def test_a_pickle_is_never_opened(write, name):
         read_adapter(folder)
 
 
-def test_what_is_no_folder(write):
+def test_path_that_is_no_folder_is_rejected(write):
     with pytest.raises(InvalidAdapterError, match=r"nowhere/adapter_config\.json does not exist"):
         read_adapter("/nowhere")
     with pytest.raises(InvalidAdapterError, match="is one file of a LoRA adapter; give its folder"):

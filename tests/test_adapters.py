@@ -132,7 +132,7 @@ def test_adapters_are_listed_and_not_added_there(lm):
 
 
 @pytest.mark.parametrize("name", [None, 5, ["a"], "", b"a"])
-def test_what_cannot_be_the_name_of_an_adapter(mock, name):
+def test_invalid_adapter_name_is_rejected(mock, name):
     with pytest.raises(InvalidOptionError, match="cannot be the name of a LoRA adapter"):
         mock().add_new_lora("path", name)
 

@@ -46,7 +46,7 @@ def results(
         (results(10, 40), results(20), "0.50 times, WORSE: trie: sum at 8 (the value itself)"),
     ],
 )
-def test_what_has_moved(before, after, said):
+def test_changes_names_the_moved_figure(before, after, said):
     line, *_ = changes(before, after)
     assert said in line
 

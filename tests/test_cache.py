@@ -67,7 +67,7 @@ def test_the_ids_of_long_contexts_are_bytes_too():
     assert (len(cache), cache.nbytes) == (2, 2 * (16 + 50 * 1000))
 
 
-def test_what_long_contexts_take_is_no_more_than_is_counted():
+def test_memory_of_long_contexts_is_within_the_counted_bytes():
     """An id of a vocabulary is an object, and each list of ids may have its own."""
     cache = OutputCache(maxsize=None, max_bytes=None)
     tracemalloc.start()

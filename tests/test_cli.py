@@ -71,7 +71,7 @@ def test_all_subcommands_are_listed_without_pytorch() -> None:
         (["top", "hi", "--model", "mock"], "comes first, without --model: genlm top MODEL"),
     ],
 )
-def test_what_is_no_command(arguments, said, capsys):
+def test_unknown_command_exits_with_2(arguments, said, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
@@ -91,7 +91,7 @@ def test_what_is_no_command(arguments, said, capsys):
         ("bench", ["--seconds", "0"], "--seconds must be"),
     ],
 )
-def test_what_is_refused(command, arguments, said, capsys):
+def test_command_prints_an_error_for_invalid_arguments(command, arguments, said, capsys):
     given = ON_MOCK if command == "sample" else ["mock", "--backend", "mock"]
     assert main([command, *given, *arguments]) == 1
     out, err = capsys.readouterr()
@@ -317,7 +317,7 @@ def test_accelerators_are_what_their_tool_says(monkeypatch, tmp_path: Path, scri
         (dtypes_verdict, 0.006, "float32 takes 1.00 ms where bfloat16 takes 6.00 ms.*right"),
     ],
 )
-def test_what_doctor_makes_of_the_times(verdict, other: float, said: str):
+def test_doctor_says_which_threads_and_dtype_are_faster(verdict, other: float, said: str):
     text = verdict(0.001, other)
     assert re.search(said, text, re.DOTALL)
     assert ("WARNING" in text) == ("WARNING" in said)

@@ -30,7 +30,7 @@ def extended(ids, vocab_size):
 
 @pytest.mark.parametrize("start", LENGTHS)
 @pytest.mark.parametrize("more", LENGTHS)
-def test_an_extended_context_asks_what_its_ids_ask(start, more):
+def test_query_of_an_extended_context_equals_query_of_its_ids(start, more):
     whole = ids_of(start + more)
     context = Context(whole[:start], 258).extend(*whole[start:])
     carried, plain = Query(context), Query(whole)
@@ -98,7 +98,7 @@ def test_a_long_context_can_be_pickled_and_let_go():
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_its_parts_are_its_ids_and_shared_with_what_extends_it(length):
+def test_parts_are_the_ids_and_are_shared_with_extensions(length):
     context = Context(ids_of(length), 258)
     *whole, tail = context.parts()
     assert sum(whole, ()) + tail == context.token_ids
@@ -120,7 +120,7 @@ def test_it_goes_wherever_token_ids_go_and_shares_their_rows(mock, gate):
     lm.cache_kv(context)
 
 
-def test_what_is_new_is_checked(mock):
+def test_extension_with_invalid_ids_is_rejected(mock):
     context = mock().context([1])
     with pytest.raises(
         InvalidQueryError, match="token id 258 at position 1 of the extension is out of range"

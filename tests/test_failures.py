@@ -29,7 +29,7 @@ both = pytest.mark.parametrize("continuous", [False, True])
 
 
 @both
-async def test_who_has_gone_is_counted_and_reaches_no_engine(mock, gate, continuous):
+async def test_request_of_cancelled_callers_is_counted_and_not_computed(mock, gate, continuous):
     lm = mock(continuous=continuous)
     blocker = await busy(lm, gate, [0])
     *gone, left = await started(
@@ -79,7 +79,7 @@ def test_an_error_fails_its_own_request_and_says_which_and_why(mock, continuous,
     ("error", "said"),
     [(KeyboardInterrupt, "KeyboardInterrupt"), (Fatal, "whose repr raised RuntimeError")],
 )
-def test_what_is_no_ordinary_error_is_the_end_of_the_engine(mock, error, said):
+def test_error_that_is_no_ordinary_exception_ends_the_engine(mock, error, said):
     def on_batch(queries):
         raise error
 
@@ -192,7 +192,7 @@ def test_a_hook_that_asks_its_own_model_gets_an_error_instead_of_a_deadlock(mock
     lm.next_token_logprobs_sync([1])
 
 
-async def test_what_a_hook_begins_elsewhere_may_ask_its_model(mock):
+async def test_task_that_a_hook_starts_elsewhere_may_ask_the_model(mock):
     """The hook does not wait for it."""
     begun, loop = [], asyncio.get_running_loop()
 
@@ -431,7 +431,7 @@ def pinned_after_a_failure(engine, lm):
     return {query.token_ids for query in engine.pinned}
 
 
-def test_what_an_engine_forgets_at_a_failure_is_pinned_again(forgetful):
+def test_pinned_prompts_are_pinned_again_after_a_failure(forgetful):
     engine, lm = forgetful
     assert pinned_after_a_failure(engine, lm) == {(1,), (2,), (3,)}
     lm.remove_lora("a")

@@ -46,7 +46,7 @@ def test_a_former_attribute_of_a_trie() -> None:
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_what_is_chosen_when_loading_cannot_be_set_afterwards(name: str) -> None:
+def test_setting_an_option_after_loading_names_the_option_of_the_load(name: str) -> None:
     with MockAsyncLM() as lm:
         with pytest.raises(AttributeError, match=rf"load_model_by_name\(name, {name}=\.\.\.\)"):
             setattr(lm, name, 40)
@@ -173,7 +173,7 @@ def test_a_model_awaited_in_an_event_loop_that_is_not_of_asyncio(mock, ask) -> N
         next(awaited)
 
 
-def test_what_other_tools_do_with_a_model(mock) -> None:
+def test_calls_of_other_libraries_name_the_method_here(mock) -> None:
     lm = mock()
     ids = [72, 105]
     with pytest.raises(UnsupportedError, match=r"await lm\.next_token_logprobs\(ids\)"):
@@ -191,6 +191,6 @@ def test_what_other_tools_do_with_a_model(mock) -> None:
 
 
 @pytest.mark.parametrize("given", ["abc", b"abc", object()])
-def test_a_trie_over_what_is_no_vocabulary(given) -> None:
+def test_trie_over_text_or_another_object_names_byte_vocab(given) -> None:
     with pytest.raises(VocabularyItemError, match=r"lm\.byte_vocab; got"):
         TokenCharacterTrie(given)

@@ -166,7 +166,7 @@ def test_sampling_options_at_the_edge_of_what_is_accepted(mock, arguments):
     assert len(asyncio.run(mock().sample([1], **arguments))) <= 1
 
 
-def test_what_has_no_end_is_read_no_further_than_the_limit(mock, monkeypatch):
+def test_endless_iterable_is_read_up_to_the_limit(mock, monkeypatch):
     lm = mock(max_context=10)
     read = itertools.count()
     with pytest.raises(InvalidQueryError, match="more than the 10 tokens that the model takes"):
@@ -198,7 +198,7 @@ def test_a_batch_of_the_greatest_length(mock, monkeypatch):
         (7, "a list of contexts must be given; got 7"),
     ],
 )
-def test_what_is_not_a_list_of_contexts(mock, contexts, message):
+def test_batch_that_is_no_list_of_contexts_is_rejected(mock, contexts, message):
     lm = mock()
     for way in (
         lambda: lm.batch_next_token_logprobs_sync(contexts),

@@ -67,7 +67,7 @@ def test_one_token_more_is_known_by_its_parent_while_that_lives(mock):
         ([*LONG[:3], np.zeros(2), *LONG[4:]], "position 3 of the context is array"),
     ],
 )
-def test_what_is_wrong_is_refused_as_in_an_unknown_list(ids, message, mock):
+def test_invalid_ids_in_a_known_list_are_rejected(ids, message, mock):
     lm = mock()
     known = lm.context(LONG)
     with pytest.raises(InvalidQueryError, match=message):

@@ -30,7 +30,7 @@ def test_an_empty_one_says_so(timeout):
         Mailbox[int]().get(timeout=timeout)
 
 
-def test_who_waits_gets_what_comes():
+def test_waiting_thread_gets_the_message():
     asked, answered = Mailbox[int](), Mailbox[int]()
     thread = threading.Thread(target=lambda: answered.put(asked.get() + 1), daemon=True)
     thread.start()

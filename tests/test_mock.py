@@ -121,7 +121,7 @@ def test_a_tokenizer_with_the_methods_of_the_protocol_alone():
 
 
 @pytest.mark.parametrize("given", ["gpt2", ByteTokenizer])
-def test_what_is_no_tokenizer(given):
+def test_mock_rejects_an_object_that_is_no_tokenizer(given):
     with pytest.raises(InvalidOptionError, match=r"MockAsyncLM\.from_name\(name\) .*; got"):
         MockAsyncLM(given)
 

@@ -34,7 +34,7 @@ errors = pytest.importorskip("huggingface_hub.errors")
         ("http://www.huggingface.co/a/b.c/tree/main", r"page of the hub; give its name, 'a/b\.c'"),
     ],
 )
-def test_what_is_neither_a_folder_nor_a_name(name, message, monkeypatch):
+def test_missing_folder_or_invalid_name_is_a_model_not_found_error(name, message, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[1])
     with pytest.raises(ModelNotFoundError, match=message) as refused:
         require_model(name)
@@ -201,7 +201,7 @@ def test_a_cache_in_place_of_which_is_a_file(the_hub, monkeypatch, tmp_path):
         (errors.HfHubHTTPError, 500, contextlib.nullcontext()),
     ],
 )
-def test_what_the_hub_answers(the_hub, kind, status, refused):
+def test_answer_of_the_hub_decides_about_a_name(the_hub, kind, status, refused):
     the_hub(kind("", response=SimpleNamespace(status_code=status, headers={}, request=None)))
     with refused:
         require_model("no-such/model")

@@ -21,7 +21,7 @@ def nothing(one, shared):
     return 0
 
 
-def test_the_longest_goes_and_what_it_begins_with_waits():
+def test_prefixes_wait_for_the_longest_request():
     new = keys(*(START[:length] for length in range(1, 21)))
     wait = Leaders(TOKENS_PER_FORWARD).waiting({}, new, nothing)
     assert wait == {ids for ids in new if MIN_TOKENS_TO_WAIT < len(ids) < 20}
@@ -61,7 +61,7 @@ def test_they_wait_for_one_that_is_under_way_and_no_longer():
 
 
 @pytest.mark.parametrize("fate", ["does not begin", "leaves", "is preempted"])
-def test_who_has_waited_in_vain_waits_for_no_later_one(fate):
+def test_request_that_waited_in_vain_does_not_wait_again(fate):
     """The longest was asked last, so another one may have no room for it, and some for others."""
     leaders: Leaders = Leaders(TOKENS_PER_FORWARD)
     new = keys(*((*START, last) for last in range(5)), (*START, 5, 6, 7))
@@ -82,7 +82,7 @@ def test_they_wait_for_one_before_them_until_its_turn_comes():
     assert leaders.waiting({first: b""}, keys(*others), lambda one, shared: shared) == set()
 
 
-def test_who_knows_more_waits_for_the_next():
+def test_request_with_a_longer_known_prefix_waits_for_the_next():
     """Of a tree each branch is computed once."""
     leaders: Leaders = Leaders(10)
     branches = [[(*START, n, *range(30, 50), last) for last in (1, 2)] for n in (1, 2)]
@@ -92,7 +92,7 @@ def test_who_knows_more_waits_for_the_next():
     assert len(leaders.waiting({}, left, lambda one, shared: 20)) == 1
 
 
-def test_nobody_waits_for_one_after_the_other_where_what_they_compute_is_lost():
+def test_requests_do_not_wait_in_turn_if_the_prefix_is_not_kept():
     leaders: Leaders = Leaders(TOKENS_PER_FORWARD)
     new = keys(*((*START, last) for last in range(9)))
     others = [*new][1:]

@@ -279,7 +279,7 @@ def test_a_byte_costs_about_one_row_however_many_came_before():
         assert -0.01 < prefix.logprob < 0.0
 
 
-def test_what_changes_while_a_text_is_followed_changes_nothing():
+def test_changing_the_ids_or_the_adapter_meanwhile_has_no_effect():
     async def followed(lm: MockAsyncLM, *, changes: bool) -> float:
         ids = [72]
         asked = asyncio.ensure_future(next_bytes_logprob(lm, ids, b"abc"))
@@ -370,7 +370,7 @@ def test_a_row_without_mass_has_no_next_byte():
             assert asyncio.run(prefix.next_byte_logprobs())[ord("b")] == 0.0
 
 
-def test_what_is_refused(lm):
+def test_invalid_arguments_are_rejected_by_name(lm):
     prefix = asyncio.run(BytePrefix.after(lm, [0]))
     for ask, said in (
         (BytePrefix.after(lm, [0], min_share=2.0), "min_share must be a .* from 0 to 1; got 2"),

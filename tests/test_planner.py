@@ -605,7 +605,7 @@ def test_what_is_inside_waits_with_the_one_that_it_is_inside_of() -> None:
 
 
 @pytest.mark.parametrize("least", [40, 1024])
-def test_what_is_inside_of_another_costs_a_step_nothing(least: int) -> None:
+def test_prefix_of_another_sequence_costs_a_step_nothing(least: int) -> None:
     cost: BatchCost[str] = BatchCost(least, nests=True)
     text = [*range(20)]
     cost.add(Wanted(text), 4, "text")

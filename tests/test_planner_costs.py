@@ -292,7 +292,7 @@ COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
 
 
 @pytest.mark.parametrize("name", COSTS)
-def test_what_a_program_costs(name: str) -> None:
+def test_program_costs_the_recorded_number_of_tokens(name: str) -> None:
     program, budget, expected = COSTS[name]
     assert cost(program(), budget) == expected
 

@@ -136,7 +136,7 @@ def test_whatever_a_plugin_does_is_reported_for_it_alone(
     assert choose_backend() == "mine"
 
 
-def test_what_claims_one_name_is_listed(install):
+def test_entry_points_with_one_name_are_all_listed(install):
     """Two distributions, and two entry points of one of them."""
     install("mine", distribution="first")
     install("mine", distribution="second", target="plugin_mine\nmine = another_module")
@@ -203,7 +203,7 @@ def test_the_best_available_backend_is_chosen_and_the_choice_logged(install):
     )
 
 
-def test_what_says_nothing_of_its_preference_is_never_chosen(install, monkeypatch):
+def test_backend_without_a_preference_is_never_chosen(install, monkeypatch):
     """As the mock does."""
     install("quiet", INFO.format(body="return BackendInfo('for tests', engine='numpy')"))
     assert find_backend("quiet").info().available

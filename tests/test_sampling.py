@@ -98,7 +98,7 @@ def rows():
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("at_once", [1, 7000, 1 << 20])
-def test_many_are_what_each_is_alone(monkeypatch, rows, on_cpu, at_once):
+def test_draws_made_together_equal_draws_made_alone(monkeypatch, rows, on_cpu, at_once):
     """Whatever their options, and one without mass among them."""
     hows = [{}, {"temperature": 0.0}, {"top_k": 20}, {"top_p": 0.7}, {"min_p": 0.1}]
     rows[4] = -math.inf
@@ -176,7 +176,7 @@ def test_gathered_draws_are_made_together(mock, monkeypatch):
     assert calls == [8, *[1] * 8, 7]
 
 
-async def test_what_fails_for_some_options_is_drawn_again_by_the_same_numbers(mock, monkeypatch):
+async def test_draws_repeated_after_a_failure_use_the_same_random_numbers(mock, monkeypatch):
     """Also the draws with other options, which had succeeded, count once."""
     hows = [{}, {"top_k": 20}]
 

@@ -39,7 +39,7 @@ def test_every_score_is_read_once_from_its_row(asked: list[tuple[TokenIds, Token
     assert [given[score] for score in range(len(expected))] == expected
 
 
-def test_candidates_have_what_they_begin_with_computed_once() -> None:
+def test_common_prefix_of_candidates_is_computed_once() -> None:
     common, ends = (1, 2, 3), [(4, 5, 6), (4, 7), (8, 9), (4, 5)]
     continuations = [(*common, *end) for end in ends]
     wanted = ScoredRows(scored_sequences([Query((0,))] * 4, continuations), continuations)

@@ -105,7 +105,7 @@ def test_a_tie_goes_to_the_lowest_id_as_in_a_draw(mock):
     assert [score.is_greedy for score in found] == [True, False]
 
 
-def test_what_is_certainly_greedy_needs_no_rows(mock):
+def test_score_that_must_be_greedy_computes_no_rows(mock):
     lm = mock(Certain)
     assert lm.batch_sequence_logprobs_sync([[1]], [[7, 7, 7]])[0].is_greedy
     assert (lm.stats.scores, lm.stats.rows) == (1, 0)

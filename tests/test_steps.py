@@ -214,7 +214,7 @@ def test_a_wrong_result_is_an_error_of_its_own_request():
         lambda queries: [Answer(query.token_ids, torch.zeros(258)) for query in queries],
     ],
 )
-def test_what_is_no_answer_is_named(answers):
+def test_result_of_a_step_that_is_no_answer_ends_the_engine(answers):
     class Wrong(ContinuousMockEngine):
         @hookimpl
         def genlm_step(self, queries):

@@ -330,7 +330,7 @@ def test_options_as_keywords():
         load_model_by_name("mock", "mock", 7)
 
 
-def test_what_a_model_shows_of_itself(tmp_path):
+def test_repr_and_adapters_describe_the_model(tmp_path):
     lm = load_model_by_name("mock", "mock", max_context=64)
     assert repr(lm) == "<AsyncLM model='mock', backend='mock', device='cpu', context of 64 tokens>"
     lm.add_new_lora(tmp_path, "a")

@@ -163,7 +163,7 @@ def test_only_those_fail_for_whom_the_function_raises(mock, options):
     assert lm.next_token_logprobs_sync([1], then=inverse(4)) == 0.25
 
 
-def test_what_is_too_large_for_the_memory_is_done_in_parts(mock):
+def test_function_that_runs_out_of_memory_gets_fewer_rows(mock):
     sizes = []
 
     @together
@@ -231,7 +231,7 @@ def test_the_end_of_another_model_does_not_end_this_one(mock):
 
 
 @pytest.mark.parametrize("given", [3, asyncio.sleep, "draw"])
-def test_what_is_no_plain_function_is_refused_where_it_is_marked(given):
+def test_together_rejects_other_values_than_plain_functions(given):
     with pytest.raises(InvalidInputError, match="plain function"):
         together(given)
 

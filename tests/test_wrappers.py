@@ -223,7 +223,7 @@ def test_what_a_processor_raises_names_it_and_concerns_one_request_alone(engine,
         (lambda rows: rows.requires_grad_(), ".*requires_grad=True"),
     ],
 )
-def test_what_a_processor_must_not_return(returned, wrong):
+def test_invalid_result_of_a_processor_names_it(returned, wrong):
     with (
         opened(MockEngine, Processor(lambda _, rows: returned(rows))) as lm,
         pytest.raises(PluginError, match=f"Processor: genlm_process_logprobs returned {wrong}"),
@@ -324,7 +324,7 @@ def around(self):
         ),
     ],
 )
-def test_what_is_no_wrapper_is_refused(wrapper, said):
+def test_wrapper_with_an_invalid_hook_is_rejected(wrapper, said):
     with pytest.raises(PluginError, match=said):
         opened(MockEngine, wrapper)
 
@@ -335,7 +335,7 @@ def test_an_engine_whose_hook_is_marked_as_a_wrapper_is_refused():
         opened(type("Around", (MockEngine,), {"genlm_next_token_logprobs": marked}))
 
 
-def test_other_marks_do_what_pluggy_says():
+def test_specname_and_other_marks_work_as_in_pluggy():
     class Marked:
         @property
         def lacking(self):

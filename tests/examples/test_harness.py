@@ -71,7 +71,7 @@ def test_texts_longer_than_the_context_are_scored_in_windows(ours, theirs):
     assert found == pytest.approx(expected, abs=1e-2)
 
 
-def test_what_is_written_up_to_a_stop_string(ours, theirs):
+def test_generation_up_to_stop_strings_equals_the_harness(ours, theirs):
     assert ours.generate_until(asked(*ASKED)) == theirs.generate_until(asked(*ASKED))
 
 

@@ -59,7 +59,7 @@ def test_token_ids_and_lists_of_bytes_are_refused_where_symbols_are_bytes(trie, 
 
 
 @pytest.mark.parametrize("given", [bytearray(b"a"), [97], np.array([97], np.uint8), iter(b"a")])
-def test_what_gives_bytes_is_a_prefix(trie, given):
+def test_objects_with_bytes_are_prefixes(trie, given):
     assert trie.find(given) == trie.find(b"a")
 
 
@@ -70,7 +70,7 @@ def test_weights_that_are_not_log_probabilities_are_refused(trie, row):
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")
-def test_what_are_no_weights_is_refused(trie):
+def test_invalid_weights_are_rejected(trie):
     async def row():
         return ROW
 
@@ -92,7 +92,7 @@ def test_what_are_no_weights_is_refused(trie):
 
 
 @pytest.mark.parametrize("node", [None, "1", 1.5, -1, 10_000])
-def test_what_is_no_node_is_refused(trie, node):
+def test_node_out_of_range_is_rejected(trie, node):
     said = f"there is no node {node!r}: nodes are 0 to {len(trie) - 1}"
     with pytest.raises(InvalidInputError, match=said):
         trie.children_sum(node, ROW)

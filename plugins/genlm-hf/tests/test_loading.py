@@ -298,7 +298,9 @@ def test_a_tokenizer_that_is_no_json_is_named(tiny: str, tmp_path: Path) -> None
         load_model_by_name(str(tmp_path), backend="hf")
 
 
-def test_what_quantisation_needs(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantisation_without_bitsandbytes_names_the_package(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidOptionError, match=r"pip install 'genlm-hf\[bitsandbytes\]'"):
         load_pretrained(tiny, HFOptions(bitsandbytes_opts={"load_in_4bit": True}))

@@ -150,13 +150,13 @@ def test_a_layer_that_the_file_lacks(targets: Any, lacks: str, tmp_path: Path) -
     "settings",
     [{"use_rslora": True}, {"rank_pattern": {"w1": RANK}}, {"alpha_pattern": {"mlp.w1": 1}}],
 )
-def test_what_is_not_converted(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_of_joined_modules_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
     model, modules, _ = experts("mixtral")
     write(tmp_path, modules, target_modules=LEAVES, **settings)
     check_refused(model, tmp_path, f"has {next(iter(settings))}=.*not converted")
 
 
-def test_a_part_of_what_is_joined(tmp_path: Path) -> None:
+def test_adapter_for_part_of_joined_modules_is_refused(tmp_path: Path) -> None:
     model, modules, _ = experts("mixtral")
     write(tmp_path, {n: s for n, s in modules.items() if n.endswith("w1")}, target_modules=["w1"])
     check_refused(model, tmp_path, r"cannot be converted.*without also targeting w3")

@@ -46,7 +46,7 @@ def test_an_extension_costs_its_tokens(model: Any) -> None:
     assert model.forwards == ([63] if model.engine.reuse is ReuseMode.STEPWISE else [20])
 
 
-def test_what_several_begin_with_is_computed_once(model: Any) -> None:
+def test_common_prefix_of_several_contexts_is_computed_once(model: Any) -> None:
     prompt, scored = draw(2, 40)
     (other,) = draw(1, 60, seed=1)
     model.check(*[(*prompt, token) for token in range(8)])
@@ -115,7 +115,7 @@ def test_drafts_of_particles(costs: Costs, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(model.forwards) <= 2
 
 
-def test_what_leaves_a_known_context_is_computed_once_more(model: Any) -> None:
+def test_fork_of_a_known_context_computes_the_prefix_once_more(model: Any) -> None:
     (prompt,) = draw(1, 60)
     for token in range(4):
         model.check((*prompt, token, 5))
@@ -170,7 +170,7 @@ def test_a_beginning_that_is_not_kept(model: Any) -> None:
         model.check(prompt, *[(*prompt, token) for token in range(8)])
 
 
-def test_what_others_begin_with_is_not_computed_again_where_it_waits_itself() -> None:
+def test_prefix_that_is_asked_itself_is_not_computed_twice() -> None:
     model = proven(LFM2)
     first, known, asked = draw(3, 50)
     model.ask((*first, *known))

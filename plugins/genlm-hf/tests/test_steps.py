@@ -99,7 +99,7 @@ def test_a_prompt_costs_those_that_grow_no_more_than_its_own_tokens(chunked: Any
     assert sum(chunked.forwards) == 150 + 4 * steps, "nothing is computed twice"
 
 
-def test_what_lacks_least_is_answered_first_however_long_it_is(chunked: Any) -> None:
+def test_context_with_the_fewest_missing_tokens_is_answered_first(chunked: Any) -> None:
     (known,), (prompt,) = draw(1, 100), draw(1, 60, seed=1)
     finish(chunked, known)
     assert chunked.step(prompt, (*known, 1)) == {(*known, 1)}
@@ -186,7 +186,7 @@ def test_contexts_in_snapshots_are_not_computed_from_one_another() -> None:
     assert model.step() == {other}
 
 
-def test_what_runs_token_by_token_counts_whole_behind_what_it_begins_with() -> None:
+def test_stepwise_sequences_count_whole_behind_their_prefix() -> None:
     model = proven(MAMBA, max_batch_tokens=64)
     (text,) = draw(1, 60)
     assert model.step(text[:20], text[:40], text) == {text[:20], text[:40]}

@@ -18,7 +18,7 @@ def llama(folders: Folders) -> Tried:
     return Tried(folders("llama"), Blocks)
 
 
-def test_what_is_known_is_not_computed_again(llama: Tried) -> None:
+def test_known_contexts_are_not_computed_again(llama: Tried) -> None:
     keys = keys_of(4, 20)
     llama.ask(*keys)
     assert llama.ask(*reversed(keys[1:])) == []
@@ -229,7 +229,7 @@ def test_a_fork_evicts_no_block_that_it_needs(folders: Folders) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba", "lfm2"])
-def test_what_contexts_start_from_is_in_use(folders: Folders, family: str) -> None:
+def test_prompt_that_contexts_start_from_is_not_evicted(folders: Folders, family: str) -> None:
     """A prompt before many contexts, asked one by one; few of them find room."""
     (prompt,) = keys_of(1, 60)
     tails = keys_of(12, 20)

@@ -205,7 +205,7 @@ def test_a_full_table_keeps_its_size_while_batches_differ_a_little(
     assert len(resized) <= 3
 
 
-def test_what_is_known_costs_its_last_token(shared: Tried) -> None:
+def test_known_context_costs_its_last_token(shared: Tried) -> None:
     keys = keys_of(4, 20)
     shared.ask(*keys)
     assert shared.ask(*reversed(keys[1:])) == [3]

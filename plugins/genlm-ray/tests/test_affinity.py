@@ -87,7 +87,7 @@ def test_an_adapter_has_prefixes_of_its_own() -> None:
     assert choose(affinity, {"left": 0, "right": 1}, Query(grown, adapter)) == "right"
 
 
-def test_what_grew_from_nothing_follows_nobody() -> None:
+def test_extensions_of_the_empty_context_follow_no_replica() -> None:
     affinity: Affinity[str] = Affinity()
     nothing = Context((1,), 300).first(0)
     assert choose(affinity, {"left": 0, "right": 1}, Query(nothing.extend(5))) == "left"
@@ -102,7 +102,7 @@ def test_a_token_more_adds_at_most_two_prefixes_at_any_length() -> None:
         assert next(i for i, prefix in enumerate(child) if prefix in parent) <= 1
 
 
-def test_few_are_remembered_and_what_is_used_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_prefixes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("genlm.ray.affinity.MAX_PREFIXES", 3)
     affinity: Affinity[str] = Affinity()
     assert choose(affinity, {"left": 1, "right": 0}, query(0)) == "right"

@@ -74,7 +74,7 @@ def test_new_requests_wait_for_a_prompt_that_is_half_computed(hooks, contexts):
 
 
 @pytest.mark.parametrize("leaves", ["the first", "one that waits"])
-def test_who_leaves_holds_nobody_up(hooks, contexts, leaves):
+def test_cancelled_request_holds_up_no_other(hooks, contexts, leaves):
     (prompt,) = contexts(1, 200, 200)
     first, *others = map(Query, beginning_with(prompt, 4))
     answered = hooks.step(first) | hooks.step(*others)

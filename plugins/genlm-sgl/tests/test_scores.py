@@ -38,7 +38,7 @@ def scored(hooks, asked):
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_they_compute_what_they_score(hooks, contexts, is_known):
+def test_scores_compute_the_context_once_and_the_scored_tokens(hooks, contexts, is_known):
     """The context once; and the last token of it, which gives the first score, for each: also where
     others have what is scored."""
     (context,), ends = contexts(1, 50, 50), contexts(3, 30, 30, seed=1)

@@ -75,7 +75,7 @@ def test_forks_compute_a_token_each(engine):
     engine.assert_cold_rows(dict(zip(forks, rows, strict=True)))
 
 
-def test_who_waits_starts_from_what_the_step_before_computes(engine):
+def test_waiting_request_reuses_previous_step(engine):
     """The second step is planned while the first runs."""
     siblings = [Query((*text(77, 50), token)) for token in range(5, 10)]
     with engine.computed_tokens() as counts:

@@ -348,7 +348,7 @@ def test_scores_read_no_state_that_vllm_leaves_out_of_them(engine):
         (15, 1, "raw_logprobs", False, False),
     ],
 )
-def test_what_vllm_scores(length, scored, mode, forks, native):
+def test_scores_are_native_if_they_cost_less_than_rows(length, scored, mode, forks, native):
     core = SimpleNamespace(block_size=32, logprobs_mode=mode, forks=forks)
     request = ScoreRequest(Query(text(0, length)), text(1, scored))
     assert cheaper_as_requests([request], core) == [request] * native

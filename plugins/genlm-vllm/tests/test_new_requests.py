@@ -74,7 +74,7 @@ def test_more_than_there_are_places_for(engine):
     assert sum(engine.computes(*beginning_with(prompt, 20))) == 40 + 20
 
 
-def test_nobody_waits_where_what_the_first_computes_does_not_stay(engine):
+def test_requests_do_not_wait_if_the_prefix_is_evicted(engine):
     """Sixty contexts take more than the cache, so none stays when it is answered."""
     with engine.computed_tokens() as counts:
         engine.ask(*map(Query, beginning_with(text(0, 50), 60)))
@@ -110,7 +110,7 @@ def test_they_wait_for_a_prompt_that_is_half_computed(engine):
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 @pytest.mark.parametrize("leaves", ["the first", "one that waits"])
-def test_who_leaves_holds_nobody_up(engine, leaves, steps):
+def test_cancelled_request_holds_up_no_other(engine, leaves, steps):
     prompt = text(0, 158)
     first, *others = map(Query, beginning_with(prompt, 5))
     answers = engine.step(first, *others)

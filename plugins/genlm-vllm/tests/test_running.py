@@ -134,7 +134,7 @@ def test_a_session_that_vllm_is_computing_again_takes_a_token(load_briefly, monk
     engine.assert_cold_rows(rows)
 
 
-def test_they_pause_where_vllm_lacks_what_they_need_or_rows_differ(load_briefly, monkeypatch):
+def test_sessions_pause_if_vllm_lacks_a_name_or_rows_differ(load_briefly, monkeypatch):
     """With what they need, a row of an extended one is compared with the cold one."""
 
     def extend(self, request_id, token_ids):

@@ -182,7 +182,7 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
         assert sessions.pinned_tokens == pins.taken_by(map(there.get, pinned))
 
 
-def test_what_a_request_fills_itself_is_its_own():
+def test_block_that_a_request_fills_itself_is_not_shared():
     """vLLM looks for what others have when a request begins, and computes its last token."""
     usage = CacheUsage(BLOCK)
     first, same = session(*range(8), request_id="a"), session(*range(8), request_id="b")
@@ -204,7 +204,7 @@ def test_what_a_request_fills_itself_is_its_own():
     assert usage.tokens == 0
 
 
-def test_what_a_last_token_fills_is_for_others_once_it_is_computed():
+def test_block_filled_by_a_last_token_is_shared_once_computed():
     """Before, vLLM may begin the longer one first."""
     usage = CacheUsage(BLOCK)
     first, longer = session(*range(8), request_id="a"), session(*range(9), request_id="b")
