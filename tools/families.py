@@ -21,8 +21,17 @@ NOTES = ROOT / "build" / "families.jsonl"
 #: The backends in the order of the table, hf first.
 BACKENDS = ("hf", "vllm", "mlx", "sgl")
 
-#: What an error says where the engine does not load the small model, whatever its rows would be.
-DOES_NOT_LOAD = re.compile(r"cannot (load|serve)|NotImplementedError|no kernel")
+#: What the plugins' own errors say of a family that is refused on a CPU only.
+ON_A_CPU = re.compile(r"on a CPU|in plain PyTorch")
+
+#: What errors say where the engine lacks a kernel for CPUs.
+NO_KERNEL = re.compile(
+    r"cpu|cuda|active drivers|causal_conv1d|OpNamespace|attention backends|trtllm|AttnB|MLA b",
+    re.IGNORECASE,
+)
+
+#: What errors say where the engine does not load the small model, whatever its rows would be.
+DOES_NOT_LOAD = re.compile(r"cannot (load|serve)|^(?!EngineError)\w+Error: ")
 
 #: How much of an error is kept.
 REASON_CHARACTERS = 160
@@ -82,9 +91,11 @@ def said(outcome: Outcome | None) -> str:
         return ""
     if outcome.outcome == "right":
         return f"right, {outcome.limit}" if outcome.limit else "right"
-    if outcome.outcome == "refused" and not DOES_NOT_LOAD.search(outcome.why):
-        return "refused"
-    return "not compared"
+    if outcome.outcome != "refused":
+        return "no small model"
+    if not DOES_NOT_LOAD.search(outcome.why):
+        return "refused on a CPU" if ON_A_CPU.search(outcome.why) else "refused"
+    return "no kernel" if NO_KERNEL.search(outcome.why) else "does not load"
 
 
 def table() -> str:

@@ -15,7 +15,7 @@ PARTICLES = 8
 TOKENS = 7
 LEAF = 24
 COLUMN = 84
-ROOT_WIDTH = 130
+ROOT_WIDTH = 150
 
 
 @define
@@ -53,10 +53,10 @@ def picture(lm: AsyncLM, smc: Any, prompt: str) -> Picture:
             text = lm.byte_vocab[token].byte_string.decode("utf-8", "replace")
             node = node.children.setdefault(token, Node(text))
             node.particles += 1
-    return drawn(root, len(ids), sum(asked), sum(computed), len(asked))
+    return drawn(root, sum(asked), sum(computed), len(asked))
 
 
-def drawn(root: Node, prompt: int, asked: int, computed: int, requests: int) -> Picture:
+def drawn(root: Node, asked: int, computed: int, requests: int) -> Picture:
     leaves = place(root, MARGIN + 26)
     height = leaves + 56
     width = 2 * MARGIN + ROOT_WIDTH + 14 + COLUMN * TOKENS
@@ -76,8 +76,8 @@ def drawn(root: Node, prompt: int, asked: int, computed: int, requests: int) -> 
     shown.text(
         MARGIN,
         height - 18,
-        f"{requests} requests name {asked:,} tokens in all. The model computed {computed}: the "
-        f"prompt's {prompt} once, and one for each step of each branch.",
+        f"{requests} requests name {asked:,} tokens in all; the model computed {computed}. "
+        "Branches that resampling has dropped are not drawn.",
     )
     return shown
 
