@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import structlog
 import torch
 from attrs import evolve, frozen
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, MistralConfig
 
 from genlm.core import EngineError, Query, load_model_by_name
@@ -20,7 +22,7 @@ from genlm.kit.verify.contexts import choose
 from genlm.kit.verify.loading import load_verified
 from genlm.kit.verify.report import Report
 from genlm.kit.verify.subject import Subject, seconds_for
-from genlm.kit.verify.transformers_rows import Source, configuration
+from genlm.kit.verify.transformers_rows import Source, configuration, nearer
 from tests.conftest import install  # noqa: F401
 from tools.tiny import write_tokenizer
 
@@ -94,13 +96,19 @@ def subject(folder: Path, **more: Any) -> Subject:
     return Subject(model=str(folder), engine="other", backend="other", **more)
 
 
+ON_A_COPY = "on a scaled copy with thresholds at 16 tokens, "
+
+
 def test_a_sound_model_is_compared_within_and_beyond_its_window(windowed):
     reports: list[Report] = []
     load_model_by_name(str(windowed), "hf", verify=reports.append).close()
-    short, beyond = reports[0].compared
-    assert short.lengths == (5, 13, 24)
-    assert (beyond.about, beyond.lengths) == ("beyond sliding_window=30", (32, 35, 39))
-    assert max(short.apart, beyond.apart) < 1e-4
+    assert [(one.about, one.lengths) for one in reports[0].compared] == [
+        ("short contexts", (5, 13, 24)),
+        ("beyond sliding_window=30", (31, 32, 39)),
+        (f"{ON_A_COPY}short contexts", (5, 13, 16)),
+        (f"{ON_A_COPY}beyond sliding_window=16", (17, 18, 25)),
+    ]
+    assert all(one.apart < 1e-4 for one in reports[0].compared)
     assert reports[0].passed
 
 
@@ -121,8 +129,9 @@ def test_a_window_that_is_left_out_is_found_beyond_it(windowed):
     load_verified(
         subject(windowed), reports.append, lambda name: Other.with_(windowed, sliding_window=None)
     )
-    short, beyond = reports[0].compared
-    assert (short.passed, beyond.passed) == (True, False)
+    assert [one.passed for one in reports[0].compared] == [True, False]
+    (why,) = reports[0].left_out
+    assert why.startswith("a scaled copy: other does not serve it")  # it has no plugin
 
 
 def test_the_options_changes_are_part_of_what_is_compared(windowed):
@@ -281,6 +290,97 @@ def test_the_command_compares_models_of_any_backend(
     out = capsys.readouterr().out
     assert "WRONG  short contexts: 5, 13, 24 tokens" in out
     assert "rows are those of attention_bias=False" in out
+
+
+WIDER = """
+from genlm.core import BackendInfo, hookimpl
+
+@hookimpl
+def genlm_backend_info():
+    return BackendInfo("for tests", engine="numpy")
+
+@hookimpl
+def genlm_load(model, options):
+    from genlm.hf.engine import HFEngine
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    config = AutoConfig.from_pretrained(model)
+    config.sliding_window += options.get("wider", 0)
+    if options.get("fails_on_small") and config.vocab_size < 100:
+        raise ValueError("no kernel for so small a model")
+    if rope := options.get("rope"):
+        config.rope_parameters = {**config.rope_parameters, **rope}
+    model_of = AutoModelForCausalLM.from_pretrained(model, config=config)
+    return HFEngine(model_of, AutoTokenizer.from_pretrained(model))
+"""
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mistral with a window too long to compute."""
+    config = MistralConfig(
+        **{**SIZES, "head_dim": 32, "max_position_embeddings": 8192}, sliding_window=4096
+    )
+    return write(tmp_path_factory.mktemp("far"), config)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        ((), 0, f"right  {ON_A_COPY}beyond sliding_window=16: 17, 18, 25 tokens"),
+        (("wider=1",), 1, f"WRONG  {ON_A_COPY}beyond sliding_window=16: 17, 18, 25 tokens"),
+        (
+            ("wider=1", "fails_on_small=true"),
+            0,
+            "not compared: a scaled copy: numpy does not serve it (ValueError: no kernel for so "
+            "small a model)\nnot compared: contexts beyond sliding_window=4096",
+        ),
+    ],
+)
+def test_thresholds_too_long_to_compute_are_looked_at_on_a_scaled_copy(
+    far: Path,
+    install: Callable[..., None],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+    options: Sequence[str],
+    code: int,
+    said: str,
+) -> None:
+    install("wider", WIDER)
+    given = [word for option in options for word in ("--option", option)]
+    assert main(["verify", str(far), "--backend", "wider", *given]) == code
+    out = capsys.readouterr().out
+    assert "right  short contexts: 5, 13, 24 tokens" in out
+    assert said in out
+
+
+def test_thresholds_of_options_are_near_on_a_scaled_copy():
+    values = {"sliding_window": 4096, "rope_parameters.original_max_position_embeddings": 32768}
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 32768}
+    options = {
+        "block_size": 32,
+        "hf_overrides": {"rope_scaling": yarn, "sliding_window": 4096, "max_window_layers": 4096},
+        "json_model_override_args": json.dumps({"rope_scaling": yarn}),
+    }
+    near = {"factor": 4.0, "original_max_position_embeddings": 16}
+    assert nearer(options, values) == {
+        "block_size": 32,
+        "hf_overrides": {"rope_scaling": near, "sliding_window": 16, "max_window_layers": 4096},
+        "json_model_override_args": json.dumps({"rope_scaling": near}),
+    }
+
+
+def test_rows_that_are_nearly_uniform_may_be_less_far_apart(tmp_path):
+    config = MistralConfig(**{**SIZES, "bos_token_id": None, "tie_word_embeddings": False})
+    folder = write(tmp_path / "flat", config)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] *= 0.003
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    reports: list[Report] = []
+    other = Other.with_(folder)
+    load_verified(subject(folder), True, lambda _: other)
+    other.model.lm_head.weight.data.mul_(0.5)  # as a logit scale that is left out
+    load_verified(subject(folder), reports.append, lambda _: other)
+    assert [one.passed for one in reports[0].compared] == [False]
+    assert reports[0].compared[0].apart < 0.02
 
 
 def test_contexts_have_no_token_that_a_model_treats_in_its_own_way(windowed):

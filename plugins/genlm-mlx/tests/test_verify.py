@@ -11,6 +11,8 @@ from genlm.core import EngineError, load_model_by_name
 from genlm.kit.verify.report import Report
 from genlm.mlx import loading
 
+ON_A_COPY = "on a scaled copy with thresholds at 16 tokens, "
+
 
 def test_a_sound_model_passes_within_and_beyond_its_window(
     folders: Callable[[str], Path],
@@ -20,6 +22,8 @@ def test_a_sound_model_passes_within_and_beyond_its_window(
     assert [one.about for one in reports[0].compared] == [
         "short contexts",
         "beyond sliding_window=12",
+        f"{ON_A_COPY}short contexts",
+        f"{ON_A_COPY}beyond sliding_window=16",
     ]
     assert reports[0].dtype == "float32"
     assert all(one.apart < 1e-3 for one in reports[0].compared)

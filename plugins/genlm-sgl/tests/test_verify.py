@@ -16,6 +16,8 @@ from tools.tiny import write_tokenizer
 
 OPTIONS = {"max_total_tokens": 512}
 
+ON_A_COPY = "on a scaled copy with thresholds at 16 tokens, "
+
 
 @pytest.fixture(scope="module")
 def capped(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -38,6 +40,8 @@ def test_a_sound_model_passes_within_and_beyond_its_window(capped: Path) -> None
     assert [one.about for one in reports[0].compared] == [
         "short contexts",
         "beyond sliding_window=30",
+        f"{ON_A_COPY}short contexts",
+        f"{ON_A_COPY}beyond sliding_window=16",
     ]
     assert reports[0].dtype == "float32"
     assert all(one.apart < 1e-3 for one in reports[0].compared)

@@ -11,6 +11,8 @@ from genlm.vllm.verified import subject_of
 
 from .driven import SMALL
 
+ON_A_COPY = "on a scaled copy with thresholds at 16 tokens, "
+
 
 @pytest.fixture(scope="module")
 def windowed(make_tiny):
@@ -27,6 +29,8 @@ def test_a_sound_model_passes_within_and_beyond_its_window(windowed):
     assert [one.about for one in reports[0].compared] == [
         "short contexts",
         "beyond sliding_window=30",
+        f"{ON_A_COPY}short contexts",
+        f"{ON_A_COPY}beyond sliding_window=16",
     ]
     assert reports[0].dtype == "float32"
     assert all(one.apart < 1e-3 for one in reports[0].compared)
@@ -35,6 +39,12 @@ def test_a_sound_model_passes_within_and_beyond_its_window(windowed):
 def test_a_setting_of_vllm_that_is_not_the_folders_is_found_without_its_name(windowed, monkeypatch):
     monkeypatch.setattr(loading, "corrections", lambda *_: {"hf_overrides": {"logit_scale": 0.5}})
     with pytest.raises(EngineError, match="vllm serves another model than"):
+        load_model_by_name(windowed, "vllm", engine_opts=SMALL, verify=True)
+
+
+def test_a_window_of_one_token_more_is_found_beyond_it(windowed, monkeypatch):
+    monkeypatch.setattr(loading, "corrections", lambda *_: {})  # vLLM makes Cohere's wider
+    with pytest.raises(EngineError, match="beyond sliding_window=30"):
         load_model_by_name(windowed, "vllm", engine_opts=SMALL, verify=True)
 
 

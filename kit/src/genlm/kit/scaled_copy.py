@@ -101,15 +101,25 @@ def small_config(config: Any, factor: int, changed: Mapping[tuple[str, ...], int
 
 
 def small_model(
-    kind: Any, config: Any, device: torch.device, changed: Mapping[tuple[str, ...], int]
+    kind: Any,
+    config: Any,
+    device: torch.device,
+    changed: Mapping[tuple[str, ...], int],
+    factors: Sequence[int] = FACTORS,
 ) -> Any:
     """A random model of a class, see :func:`small_config`, of float32.
+
+    Args:
+        kind: What makes a model of a configuration.
+        config, changed: See :func:`small_config`.
+        device: Where the model is made.
+        factors: How much narrower it may be, the best first.
 
     Raises:
         ValueError: none could be made; says why.
     """
     reasons = []
-    for factor in FACTORS:
+    for factor in factors:
         try:
             return _random(kind, small_config(config, factor, changed), device)
         except Exception as error:  # a class may raise anything for sizes that it does not expect

@@ -5,6 +5,7 @@ transformers computes of the same folder, in a process of its own. A plugin load
 :func:`~genlm.kit.verify.loading.load_verified`; ``genlm verify`` says what was compared.
 
 ``loading`` is the plot. ``subject`` says what is verified, ``reference`` asks the process that
-``transformers_rows`` is, ``contexts`` chooses what is compared, ``report`` judges it, ``guilty``
-looks for the setting that explains a difference, and ``known`` remembers proofs.
+``transformers_rows`` is, ``contexts`` chooses what is compared, ``comparison`` compares it and
+``report`` judges it, ``copies`` asks the engine for rows of a scaled copy, ``guilty`` looks for the
+setting that explains a difference, and ``known`` remembers proofs.
 """

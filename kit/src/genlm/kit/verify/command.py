@@ -62,7 +62,8 @@ def _compared(
     Raises:
         Unanswered: there is nothing to compare with.
     """
-    from genlm.kit.verify.loading import LONGEST, compare
+    from genlm.kit.verify.comparison import compare
+    from genlm.kit.verify.loading import LONGEST, copy_of
     from genlm.kit.verify.reference import Reference, Unanswered
 
     folder = subject.folder()
@@ -71,6 +72,7 @@ def _compared(
     if adapter is not None:
         lm.add_new_lora(adapter, ADAPTER)
     with Reference(subject, folder, adapter) as reference:
+        served = copy_of(subject, reference) if adapter is None else None
         reference.begin(LONGEST)
         name = None if adapter is None else ADAPTER
         return compare(
@@ -79,4 +81,5 @@ def _compared(
             lambda ids: lm.next_token_logprobs_uncached(ids, lora_name=name),
             lm.max_context,
             dtype,
+            served,
         )

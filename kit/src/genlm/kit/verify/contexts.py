@@ -14,8 +14,9 @@ from genlm.kit.scaled_copy import thresholds
 #: How long contexts are that no threshold concerns.
 SHORT = (5, 13, 24)
 
-#: By how many tokens contexts go beyond a threshold.
-BEYOND = (2, 5, 9)
+#: By how many tokens contexts go beyond a threshold. The first token beyond a window leaves out the
+#: one that begins the text, to which most models attend more than to any other.
+BEYOND = (1, 2, 9)
 
 #: Settings that name tokens: a model may treat them in a way of its own.
 NAMES_A_TOKEN = re.compile(r"token_(id|ids|index|indices)$")
@@ -59,17 +60,20 @@ def choose(config: Any, longest: int) -> Chosen:
     """
     settings = config.to_dict()
     ids = _ids(config, settings, longest)
-    found = {one.value: ".".join(one.path) for one in thresholds(settings)}
+    found: dict[int, list[str]] = {}
+    for one in thresholds(settings):
+        found.setdefault(one.value, []).append(".".join(one.path))
     within = min(found, default=longest)
     lengths = sorted({min(length, within, longest) for length in SHORT})
     groups = [Group("short contexts", tuple(ids[:length] for length in lengths))]
-    too_long = {}
-    for value, name in sorted(found.items()):
+    too_long: dict[str, int] = {}
+    for value, names in sorted(found.items()):
         if value + max(BEYOND) > longest:
-            too_long[name] = value
+            too_long |= dict.fromkeys(names, value)
         else:
             contexts = tuple(ids[: value + more] for more in BEYOND)
-            groups.append(Group(f"beyond {name}={value}", contexts))
+            named = ", ".join(f"{name}={value}" for name in names)
+            groups.append(Group(f"beyond {named}", contexts))
     return Chosen(tuple(groups), too_long)
 
 

@@ -54,6 +54,11 @@ def apart(rows: np.ndarray, others: np.ndarray) -> float:
     return float(np.median(np.nan_to_num(off, nan=np.inf, posinf=np.inf).max(-1)))
 
 
+def spread(rows: np.ndarray) -> float:
+    """The standard deviation of a row's log-probabilities, nats: of several rows the median."""
+    return float(np.median([row[np.isfinite(row)].std() for row in rows]))
+
+
 def _normalised(rows: np.ndarray) -> np.ndarray:
     """Log-probabilities over the tokens that are left."""
     normalised: np.ndarray = torch.from_numpy(rows).log_softmax(-1).numpy()

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
-
-import numpy as np
-import torch
-from attrs import evolve
 
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
-from genlm.kit.verify.contexts import Group
-from genlm.kit.verify.guilty import apart
+from genlm.kit.verify.comparison import HALF, compare
+from genlm.kit.verify.copies import ServedCopy, serve_copy
 from genlm.kit.verify.known import KnownProofs
 from genlm.kit.verify.reference import Reference, Unanswered
-from genlm.kit.verify.report import Compared, Report, allowed
+from genlm.kit.verify.report import Report
 from genlm.kit.verify.rows import row_of
-from genlm.kit.verify.subject import Subject, others_in, seconds_for
+from genlm.kit.verify.subject import Subject, seconds_for
 
 log = get_logger()
 
 E = TypeVar("E")
-
-#: A row of the engine, for token ids: float32 log-probabilities.
-Row = Callable[[Sequence[int]], torch.Tensor]
 
 #: By default a model is verified if transformers' rows take less than this, seconds; and a load
 #: waits for no more than three times as long.
@@ -34,9 +26,6 @@ MOST_SECONDS, PATIENCE = 10.0, 30.0
 #: The longest contexts that are compared by default and where it was asked for, tokens.
 LONGEST_BY_DEFAULT, LONGEST = 64, 600
 
-#: Types whose rounding transformers can show; what others are, is shown in float32.
-HALF = ("bfloat16", "float16")
-
 #: Whether to verify: ``None`` is by default, a function gets the report.
 Verify = bool | Callable[[Report], None] | None
 
@@ -44,7 +33,8 @@ Verify = bool | Callable[[Report], None] | None
 def load_verified(subject: Subject, verify: Verify, load: Callable[[str], E]) -> E:
     """Load a model, and compare its rows with transformers' rows of the same folder.
 
-    The process that computes those runs beside the load.
+    The process that computes those runs beside the load. Where it is asked for, a scaled copy is
+    compared as well: the engine loads it before, in a process of its own.
 
     Args:
         subject: The model.
@@ -106,6 +96,7 @@ def _loaded(subject: Subject, asked: bool, load: Callable[[str], E]) -> tuple[E,
     """
     reference = _reference(subject, asked)
     with reference:
+        served = copy_of(subject, reference) if asked else None
         reference.begin(LONGEST if asked else LONGEST_BY_DEFAULT)
         engine = load(subject.model)
         try:
@@ -116,6 +107,7 @@ def _loaded(subject: Subject, asked: bool, load: Callable[[str], E]) -> tuple[E,
                     lambda ids: row_of(engine, ids),
                     getattr(engine, "max_context", None),
                     getattr(engine, "dtype", None),
+                    served,
                 )
             getattr(engine, "genlm_clear_kv_cache", lambda: None)()
         except Unanswered as error:
@@ -140,74 +132,13 @@ def _reference(subject: Subject, asked: bool) -> Reference:
     return Reference(subject, folder)
 
 
-def compare(
-    subject: Subject,
-    reference: Reference,
-    row: Row,
-    max_context: int | None,
-    dtype: str | None,
-) -> Report:
-    """Compare rows of an engine with those that the reference has begun to compute.
-
-    Args:
-        subject: The model.
-        reference: After :meth:`Reference.begin`.
-        row: The engine's rows.
-        max_context: The longest context that the engine takes.
-        dtype: In which type it computes; ``None`` is the checkpoint's.
-
-    Raises:
-        Unanswered: transformers cannot compute them.
-        Exception: what the engine raises.
-    """
-    began = time.monotonic()
-    answer = reference.chosen()
-    waited = time.monotonic() - began
-    dtype = (dtype or answer.dtype).removeprefix("torch.")
-    taken, left_out = [], [f"contexts beyond {n}={v}" for n, v in answer.chosen.too_long.items()]
-    for group, expected in zip(answer.chosen.groups, answer.rows, strict=True):
-        kept = [
-            at
-            for at, context in enumerate(group.contexts)
-            if max_context is None or len(context) <= max_context
-        ]
-        if kept:
-            contexts = tuple(group.contexts[at] for at in kept)
-            taken.append((evolve(group, contexts=contexts), expected[kept]))
-        else:
-            left_out.append(f"{group.about}: the longest context is of {max_context} tokens")
-    groups = [group for group, _ in taken]
-    noise = [0.0] * len(groups)
-    if dtype in HALF:
-        rounded = reference.rows(groups, dtype)
-        noise = [
-            max(apart(one[[at]], other[[at]]) for at in range(len(one)))
-            for one, (_, other) in zip(rounded, taken, strict=True)
-        ]
-    compared, computes = [], None
-    for (group, expected), own in zip(taken, noise, strict=True):
-        rows = _rows(row, group)
-        lengths = tuple(len(context) for context in group.contexts)
-        one = Compared(group.about, lengths, apart(rows, expected), allowed(own))
-        compared.append(one)
-        if not one.passed and computes is None:
-            computes = _explanation(reference, group, rows, one.allowed)
-    folder = subject.folder()
-    others = [] if folder is None else others_in(folder)
-    return Report(subject, dtype, compared, left_out, computes, others, waited)
-
-
-def _rows(row: Row, group: Group) -> np.ndarray:
-    return np.stack([row(ids).float().cpu().numpy() for ids in group.contexts])
-
-
-def _explanation(
-    reference: Reference, group: Group, rows: np.ndarray, allowed: float
-) -> str | None:
+def copy_of(subject: Subject, reference: Reference) -> ServedCopy | Unanswered | None:
+    """A scaled copy as the subject's engine serves it, or why there is none; ``None`` where the
+    model has no thresholds."""
     try:
-        return reference.explanation(group, rows, allowed)
-    except Unanswered:
-        return None
+        return serve_copy(subject, reference)
+    except Unanswered as error:
+        return error
 
 
 def _close(engine: Any) -> None:

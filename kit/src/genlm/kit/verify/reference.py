@@ -24,6 +24,8 @@ from genlm.kit.verify.transformers_rows import (
     Choose,
     Compute,
     Explain,
+    Scale,
+    Scaled,
     Source,
     Unknown,
 )
@@ -62,8 +64,7 @@ class Reference:
             str(folder), dict(subject.changes), size_of(folder), self._scratch.name, adapter
         )
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        path = [entry for entry in sys.path if entry]
-        inherited = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)}
+        inherited = {**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path()}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM],
@@ -95,35 +96,54 @@ class Reference:
         finally:
             timer.cancel()
 
-    def begin(self, longest: int) -> None:
+    def scaled_copy(self) -> Scaled | None:
+        """A scaled copy of the model, of which the other methods give rows too; ``None`` if the
+        model has no thresholds.
+
+        Raises:
+            Unanswered: none can be made.
+        """
+        folder = tempfile.mkdtemp(prefix="scaled-", dir=self._scratch.name)
+        self._ask(Scale(self._source, folder))
+        copy: Scaled | None = self._answer()
+        return copy
+
+    def begin(self, longest: int, copy: Scaled | None = None) -> None:
         """Ask for the contexts to compare, of at most so many tokens, and their rows; the process
         works on that until :meth:`chosen` is called."""
-        self._ask(Choose(self._source, longest))
+        self._ask(Choose(self._of(copy), longest))
 
     def chosen(self) -> Answer:
         """Raises: Unanswered: transformers cannot compute them."""
         answer: Answer = self._answer()
         return answer
 
-    def rows(self, groups: Sequence[Group], dtype: str) -> tuple[np.ndarray, ...]:
+    def rows(
+        self, groups: Sequence[Group], dtype: str, copy: Scaled | None = None
+    ) -> tuple[np.ndarray, ...]:
         """The rows as transformers computes them in another type.
 
         Raises:
             Unanswered: transformers cannot compute them.
         """
-        self._ask(Compute(evolve(self._source, dtype=dtype), tuple(groups)))
+        self._ask(Compute(evolve(self._of(copy), dtype=dtype), tuple(groups)))
         rows: tuple[np.ndarray, ...] = self._answer()
         return rows
 
-    def explanation(self, group: Group, rows: np.ndarray, allowed: float) -> str | None:
+    def explanation(
+        self, group: Group, rows: np.ndarray, allowed: float, copy: Scaled | None = None
+    ) -> str | None:
         """The setting with whose default transformers computes these rows.
 
         Raises:
             Unanswered: transformers fails.
         """
-        self._ask(Explain(self._source, group.contexts, rows, allowed))
+        self._ask(Explain(self._of(copy), group.contexts, rows, allowed))
         name: str | None = self._answer()
         return name
+
+    def _of(self, copy: Scaled | None) -> Source:
+        return self._source if copy is None else copy.source
 
     def _ask(self, question: object) -> None:
         assert self._process.stdin is not None
@@ -150,3 +170,8 @@ class Reference:
         said = self._log.read().decode(errors="replace").strip().splitlines()
         words = said[-1] if said else f"exit code {self._process.returncode}"
         return f"the process that runs transformers has ended ({words:.300})"
+
+
+def python_path() -> str:
+    """Where a process finds the modules that this one does, for its environment."""
+    return os.pathsep.join(entry for entry in sys.path if entry)

@@ -9,20 +9,23 @@ from attrs import frozen
 from genlm.kit.verify.subject import Subject
 
 #: How far rows may be apart in float32, nats: engines compute GELU exactly or approximately, and
-#: graphics processors round what they multiply.
-CLOSE = 2e-2
+#: graphics processors round what they multiply. Where log-probabilities of a row are nearly equal,
+#: so are those of another model: then this share of their standard deviation, and no less than the
+#: second number.
+CLOSE, CLOSEST = 2e-2, 1e-3
 
 #: By how many times an engine's rounding may exceed that of transformers in the same type.
 ROUNDING_MARGIN = 4.0
 
 
-def allowed(noise: float) -> float:
+def allowed(noise: float, spread: float) -> float:
     """How far rows may be apart, nats.
 
     Args:
         noise: How far transformers' own rows are apart in float32 and in the engine's type.
+        spread: The standard deviation of the log-probabilities of a row.
     """
-    return max(CLOSE, ROUNDING_MARGIN * noise)
+    return max(CLOSEST, CLOSE * min(1.0, spread), ROUNDING_MARGIN * noise)
 
 
 @frozen

@@ -8,12 +8,14 @@ writes pickled answers to its standard output, until the input ends.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import torch
 from attrs import evolve, frozen
 
 from genlm.core.checks import describe_error
+from genlm.kit.scaled_copy import FACTORS, small_model, thresholds
 from genlm.kit.verify import contexts, guilty
 from genlm.kit.verify.contexts import Chosen, Group
 
@@ -30,6 +33,18 @@ BASES = ("rope_theta", "partial_rotary_factor")
 
 #: How many bytes of weights are held in memory; more are read from disk layer by layer.
 IN_MEMORY = 2 << 30
+
+#: Where the thresholds of a scaled copy are, tokens; some engines count in blocks of as many.
+NEAR = 16
+
+#: The smallest heads for which engines have kernels.
+LEAST_HEAD = 32
+
+#: Files that a scaled copy has of its own, or does without.
+OF_THE_WEIGHTS = (
+    "*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.json", "config.json",
+    "generation_config.json",
+)  # fmt: skip
 
 
 @frozen
@@ -77,6 +92,27 @@ class Explain:
     contexts: tuple[tuple[int, ...], ...]
     rows: np.ndarray
     allowed: float
+
+
+@frozen
+class Scale:
+    """The question for a scaled copy of the model, to be written to a folder."""
+
+    source: Source
+    folder: str
+
+
+@frozen
+class Scaled:
+    """A small random model of the same class, whose thresholds are a few tokens away.
+
+    Attributes:
+        source: The copy, with the changes of the options.
+        thresholds: The model's own thresholds by their names.
+    """
+
+    source: Source
+    thresholds: Mapping[str, int]
 
 
 @frozen
@@ -137,6 +173,8 @@ def answer_to(question: object) -> object:
         return rows_of(question.source, question.groups)
     if isinstance(question, Explain):
         return explanation(question)
+    if isinstance(question, Scale):
+        return scaled(question)
     raise TypeError(f"no such question: {question!r}")
 
 
@@ -168,6 +206,63 @@ def explanation(question: Explain) -> str | None:
         if guilty.apart(rows, question.rows) <= question.allowed:
             return name
     return None
+
+
+def scaled(question: Scale) -> Scaled | None:
+    """The scaled copy, with the tokenizer of the model; ``None`` if it has no thresholds.
+
+    Raises:
+        CannotCompute: none can be made.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    source, folder = question.source, Path(question.folder)
+    found = thresholds(configuration(source).to_dict())
+    if not found:
+        return None
+    config = configuration(evolve(source, changes={}))
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    kind = AutoModelForCausalLM if known else AutoModelForMultimodalLM
+    near = {one.path: NEAR for one in thresholds(config.to_dict())}
+    try:
+        model = small_model(kind.from_config, config, torch.device("cpu"), near, _factors(config))
+    except ValueError as error:
+        raise CannotCompute(f"no scaled copy of it can be made ({error})") from error
+    model.to(config.dtype or torch.float32).save_pretrained(folder)
+    for file in Path(source.folder).iterdir():
+        if file.is_file() and not any(map(file.match, OF_THE_WEIGHTS)):
+            (folder / file.name).symlink_to(file.resolve())
+    values = {".".join(one.path): one.value for one in found}
+    copied = Source(
+        str(folder), nearer(source.changes, values), 0, source.scratch, dtype=source.dtype
+    )
+    return Scaled(copied, values)
+
+
+def nearer(options: Any, values: Mapping[str, int]) -> Any:
+    """Options in which thresholds of these names and values are where the scaled copy has them;
+    mappings may be written as JSON."""
+    known = {(name.rpartition(".")[2], value) for name, value in values.items()}
+
+    def changed(name: Any, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {each: changed(each, inner) for each, inner in value.items()}
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                return json.dumps(changed(name, json.loads(value)))
+            except ValueError:
+                return value
+        return NEAR if type(value) is int and (name, value) in known else value
+
+    return changed(None, options)
+
+
+def _factors(config: Any) -> Sequence[int]:
+    """How much narrower a copy may be for which engines have kernels."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None) or 1
+    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", LEAST_HEAD) // heads
+    return [factor for factor in FACTORS if size // factor >= LEAST_HEAD] or [1]
 
 
 def configuration(source: Source) -> Any:

@@ -1,0 +1,74 @@
+"""The process in which an engine computes rows of a scaled copy: :mod:`genlm.kit.verify.copies`
+starts it, because some engines serve one model a process, and one that fails on so small a model
+must not take the program with it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from genlm.core.checks import describe_error
+from genlm.core.plugins import find_backend
+from genlm.kit.verify.rows import row_of
+from genlm.kit.verify.transformers_rows import Unknown
+
+
+@frozen
+class Serve:
+    """The question what rows an engine has.
+
+    Attributes:
+        backend: The backend's name.
+        folder: The model.
+        options: The backend's.
+        contexts: Token ids.
+    """
+
+    backend: str
+    folder: str
+    options: Mapping[str, Any]
+    contexts: tuple[tuple[int, ...], ...]
+
+
+@frozen
+class Rows:
+    """The answer.
+
+    Attributes:
+        of: Rows by context, float32 log-probabilities; without contexts that are too long.
+        max_context: The longest context that the engine takes.
+        dtype: In which type it computes; ``None`` is the checkpoint's.
+    """
+
+    of: Mapping[tuple[int, ...], np.ndarray]
+    max_context: int | None
+    dtype: str | None
+
+
+def main() -> None:
+    """Answer one question, pickled in the standard input, in the standard output."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what engines print must not be in the answer
+    question: Serve = pickle.load(sys.stdin.buffer)
+    try:
+        answer: Rows | Unknown = rows(question)
+    except Exception as error:  # an engine may raise anything
+        answer = Unknown(describe_error(error))
+    pickle.dump(answer, answers)
+    answers.close()
+
+
+def rows(question: Serve) -> Rows:
+    """Raises: Exception: what the engine raises."""
+    engine: Any = find_backend(question.backend).load(question.folder, question.options, False)
+    longest = getattr(engine, "max_context", None)
+    taken = [each for each in question.contexts if longest is None or len(each) <= longest]
+    found = {each: row_of(engine, each).float().cpu().numpy() for each in taken}
+    getattr(engine, "genlm_close", lambda: None)()
+    return Rows(found, longest, getattr(engine, "dtype", None))
