@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
 import torch
@@ -22,7 +23,15 @@ from genlm.kit.verify.contexts import choose
 from genlm.kit.verify.loading import load_verified
 from genlm.kit.verify.report import Report
 from genlm.kit.verify.subject import Subject, seconds_for
-from genlm.kit.verify.transformers_rows import Source, configuration, nearer
+from genlm.kit.verify.transformers_rows import (
+    IN_MEMORY,
+    Compute,
+    Source,
+    answer_to,
+    configuration,
+    load,
+    nearer,
+)
 from tests.conftest import install  # noqa: F401
 from tools.tiny import write_tokenizer
 
@@ -366,6 +375,19 @@ def test_thresholds_of_options_are_near_on_a_scaled_copy():
         "hf_overrides": {"rope_scaling": near, "sliding_window": 16, "max_window_layers": 4096},
         "json_model_override_args": json.dumps({"rope_scaling": near}),
     }
+
+
+def test_weights_that_are_read_layer_by_layer_give_the_same_rows(windowed, tmp_path):
+    groups = choose(AutoConfig.from_pretrained(windowed), 40).groups
+    whole, by_layer = (
+        answer_to(Compute(Source(str(windowed), {}, size, str(tmp_path)), groups))
+        for size in (0, IN_MEMORY + 1)
+    )
+    assert [rows.shape for rows in whole] == [(3, 258)] * 2
+    for rows, others in zip(whole, by_layer, strict=True):
+        np.testing.assert_array_equal(rows, others)
+    model = load(Source(str(windowed), {}, IN_MEMORY + 1, str(tmp_path)))
+    assert {each.device.type for each in model.parameters()} == {"meta"}  # the others are on disk
 
 
 def test_rows_that_are_nearly_uniform_may_be_less_far_apart(tmp_path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from genlm.core import InvalidOptionError
+from genlm.core import AsyncLM, EngineError, InvalidOptionError
 from genlm.ray.engine import _verifying
 from genlm.ray.options import RayOptions
 
@@ -19,3 +22,15 @@ def test_replicas_of_a_backend_that_verifies_nothing_are_refused():
     with pytest.raises(InvalidOptionError, match="'mock' verifies no models"):
         _verifying(RayOptions(backend="mock"), True)
     assert _verifying(RayOptions(backend="mock"), False).backend_opts == {}
+
+
+def test_a_replica_verifies_its_model_and_says_what_cannot_be(
+    tiny: str, fleet: Callable[..., AsyncLM]
+) -> None:
+    def verified(**hf_opts: Any) -> AsyncLM:
+        opts = {"verify": True, "hf_opts": hf_opts}
+        return fleet(tiny, "hf", replicas=1, backend_opts=opts)
+
+    assert verified().next_token_logprobs_sync([1, 2, 3]).isfinite().all()
+    with pytest.raises(EngineError, match="cannot be verified: ignore_mismatched_sizes asks for"):
+        verified(ignore_mismatched_sizes=True)

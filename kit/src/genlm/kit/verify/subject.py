@@ -85,6 +85,48 @@ class Subject:
         return found
 
 
+def served_subject(
+    model: str,
+    engine: str,
+    options: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    quantisations: Iterable[str],
+    backend: str | None = None,
+) -> Subject:
+    """The subject of a server, whose own options are in ``engine_opts`` and have the names that
+    vLLM and SGLang give them.
+
+    Args:
+        model, options, changes: See :class:`Subject`.
+        engine: The distribution that provides the engine.
+        quantisations: Its options that round the folder's weights.
+        backend: The backend's name, where it is not the engine's.
+    """
+    given = engine_opts_of(options)
+    asked = next((name for name in quantisations if given.get(name)), None)
+    unknown = None if asked is None else f"{asked} rounds the folder's weights"
+    if str(given.get("kv_cache_dtype", "auto")).startswith("fp8"):
+        unknown = "kv_cache_dtype rounds keys and values"
+    if given.get("load_format") == "dummy":
+        unknown = "load_format='dummy' gives random weights"
+    return Subject(
+        model=model,
+        engine=engine,
+        backend=backend or engine,
+        options=options,
+        revision=given.get("revision"),
+        cache_dir=given.get("download_dir"),
+        changes=changes,
+        unknown=unknown,
+    )
+
+
+def engine_opts_of(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The option of that name; empty where it is no mapping, which the load refuses."""
+    given = options.get("engine_opts")
+    return given if isinstance(given, Mapping) else {}
+
+
 def weights_in(folder: Path) -> list[Path]:
     """The files of weights that transformers reads in a folder."""
     single = folder / "model.safetensors"

@@ -8,35 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from genlm.kit.settings import whole_settings_of
-from genlm.kit.verify.subject import Subject
+from genlm.kit.verify.subject import Subject, engine_opts_of, served_subject
 
 #: Options that ask for other arithmetic than the folder's.
-OTHER_MODEL = ("quantization", "quantization_config")
+QUANTISATIONS = ("quantization", "quantization_config")
 
 
 def subject_of(model: str, options: Mapping[str, Any]) -> Subject:
     """A model, and what vLLM's options change in it."""
-    given = options.get("engine_opts")
-    given = given if isinstance(given, Mapping) else {}
-    return Subject(
-        model=model,
-        engine="vllm",
-        backend="vllm",
-        options=options,
-        revision=given.get("revision"),
-        cache_dir=given.get("download_dir"),
-        changes=_changes(model, given),
-        unknown=_other_model(given),
-    )
-
-
-def _other_model(given: Mapping[str, Any]) -> str | None:
-    if given.get("load_format") == "dummy":
-        return "load_format='dummy' gives random weights"
-    if str(given.get("kv_cache_dtype", "auto")).startswith("fp8"):
-        return "kv_cache_dtype rounds keys and values"
-    asked = next((name for name in OTHER_MODEL if given.get(name)), None)
-    return None if asked is None else f"{asked} rounds the folder's weights"
+    changes = _changes(model, engine_opts_of(options))
+    return served_subject(model, "vllm", options, changes, QUANTISATIONS)
 
 
 def _changes(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
