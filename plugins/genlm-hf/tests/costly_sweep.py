@@ -7,14 +7,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import transformers
 
+from genlm.hf import static
 from tools.families import Outcome, note, recorded
 
 from .families import FAMILIES
 from .models import sweep
+from .recorded import recorded_steps
 
 #: Fewer than could be tried when this was written, with transformers 5.24: 232.
 TRIED = 200
@@ -31,6 +34,13 @@ def table(pytestconfig: pytest.Config) -> Iterator[list[Any]]:
         lines.append(line.rstrip())
     with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print("", *lines, sep="\n")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_by_recorded_steps(family: str) -> None:
+    with recorded_steps(), patch.object(static, "RECORDED_AFTER", 1):
+        found = sweep(family, static=True)
+    assert found.outcome != "wrong", found.why
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -22,6 +22,8 @@ from genlm.core import Query
 from genlm.core.errors import EngineError, InvalidAdapterError, UnsupportedError
 from genlm.hf.costs import COSTS, Costs
 from genlm.hf.engine import HFEngine
+from genlm.hf.graphs import recorder_for
+from genlm.hf.operators import Operators
 from genlm.hf.options import HFOptions
 from genlm.kit.kv.sharing import SharingCosts
 from genlm.kit.scaled_copy import TOKENS
@@ -52,6 +54,8 @@ CONSTANTS = {
         {"cpu": Costs(products=64, plenty=300, forward=4)},
     ),
     "genlm.hf.layout.SPARE_TOKENS": (0, 32, 4096),
+    "genlm.hf.static.RECORDED_AFTER": (1, 3),
+    "genlm.hf.strategies.recorder_for": (recorder_for, lambda device: Operators()),
     "genlm.hf.strategies.SHARING_COSTS": tuple(
         SharingCosts(waiting=waiting, sharing=sharing, trunk=trunk, each=min(waiting, 8))
         for waiting in (2, 40)
@@ -75,6 +79,7 @@ def program(families: Sequence[str], source: random.Random) -> Iterator[Program]
     options = {
         "max_batch_tokens": source.choice((4, 16, 48, 2048)),
         "kv_cache_bytes": source.choice((None, None, 0, 1 << source.randint(12, 22))),
+        "static": source.choice((None, True)),
     }
     with constants(CONSTANTS, source), tempfile.TemporaryDirectory() as folder:
         engine, plain = any_engine(families, source, options)

@@ -199,7 +199,7 @@ class Sweep:
 FAR = 20
 
 
-def sweep(family: str) -> Sweep:
+def sweep(family: str, **options: Any) -> Sweep:
     """Build a small model of a family, its thresholds at ``FAR`` tokens, and compare rows from kept
     state, rows from within a longer context, and scores, with cold ones on both sides of them."""
     try:
@@ -212,7 +212,7 @@ def sweep(family: str) -> Sweep:
     if hasattr(reference, "set_attn_implementation"):  # fused attention may leave things out
         reference.set_attn_implementation("eager")
     try:
-        pair = beside(model, reference)
+        pair = beside(model, reference, **options)
     except EngineError as error:
         return Sweep(family, "refused", str(error)[:300])
     found = thresholds(model.config.to_dict())

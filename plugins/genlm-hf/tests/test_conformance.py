@@ -3,12 +3,18 @@ one; the rows of a small real one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from unittest.mock import patch
+
 import pytest
 
 from genlm.conformance import ConformanceSuite
 from genlm.core import load_model_by_name
+from genlm.hf import static
 from tests.real_rows import check_rows
 from tests.state_suite import StateSuite
+
+from .recorded import recorded_steps
 
 
 class Tiny(ConformanceSuite):
@@ -32,6 +38,35 @@ class TestTinyThoroughly(Tiny):
 
     effort = 0.2
     options = {"max_batch_tokens": 32}  # noqa: RUF012
+
+
+@pytest.mark.any_version
+class TestStatic(StateSuite):
+    """Steps of constant shape."""
+
+    backend = "hf"
+    effort = 0.1
+    options = {"static": True}  # noqa: RUF012
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _given(cls, tiny: str) -> None:
+        cls.model = tiny
+
+
+@pytest.mark.any_version
+class TestRecorded(Tiny):
+    """The same with adapters, recorded as soon as may be."""
+
+    effort = 0.1
+    options = {"static": True}  # noqa: RUF012
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _recorded(cls) -> Iterator[None]:
+        with recorded_steps() as recorder, patch.object(static, "RECORDED_AFTER", 1):
+            yield
+        assert recorder.replays
 
 
 @pytest.mark.any_version

@@ -26,8 +26,7 @@ from genlm.hf.engine import HFEngine
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
 from genlm.hf.pool import PoolLayer, SlotPool
-from genlm.hf.probe import Choice
-from genlm.hf.reuse import ReuseMode
+from genlm.hf.reuse import Choice, ReuseMode
 from genlm.hf.strategies import SHARING_COSTS, Computed
 from genlm.hf.upload import Upload
 from tests.engines import rows_of

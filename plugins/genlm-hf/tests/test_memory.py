@@ -21,8 +21,7 @@ from genlm.hf import strategies
 from genlm.hf.attention import SLOT_ATTENTION
 from genlm.hf.engine import HFEngine
 from genlm.hf.pool import SlotPool
-from genlm.hf.probe import Choice
-from genlm.hf.reuse import ReuseMode
+from genlm.hf.reuse import Choice, ReuseMode
 from genlm.hf.slabs import Part, Slab
 from genlm.hf.strategies import Computed
 from genlm.hf.table import PoolTable

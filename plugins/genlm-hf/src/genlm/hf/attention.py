@@ -11,6 +11,7 @@ from transformers.masking_utils import sdpa_mask
 from genlm.hf.layout import PackedLayout, Tier
 from genlm.hf.partial import Partial, attend, partial_attention
 from genlm.hf.patterns import Pattern
+from genlm.hf.static_layout import StaticLayout
 
 #: The name under which models find it (``model.set_attn_implementation``).
 SLOT_ATTENTION = "genlm_slots"
@@ -52,7 +53,7 @@ def slot_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    genlm_layout: PackedLayout | None = None,
+    genlm_layout: PackedLayout | StaticLayout | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a packed forward.
@@ -70,7 +71,7 @@ def slot_attention(
         return _attend(module, query, key, value, attention_mask, **kwargs), None
     layout, layer = genlm_layout, int(module.layer_idx)  # type: ignore[arg-type]
     pattern = layout.pattern(layer)
-    if layout.tiers:
+    if isinstance(layout, PackedLayout) and layout.tiers:
         return _over_trunks(layout, layer, pattern, query, key, value, **kwargs).unsqueeze(1), None
     outputs = []
     for group in layout.groups:

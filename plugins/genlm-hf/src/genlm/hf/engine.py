@@ -27,9 +27,9 @@ from genlm.hf.overflow import is_looked_for, nan_error, with_errors
 from genlm.hf.patterns import attention_window, layer_patterns
 from genlm.hf.pool import SlotPool
 from genlm.hf.positions import longest_context
-from genlm.hf.probe import MORE_NOISE, MOST_NOISE, Choice, apart, choose_reuse, noise_of
+from genlm.hf.probe import MORE_NOISE, MOST_NOISE, apart, choose_reuse, noise_of
 from genlm.hf.proof import BaseRow
-from genlm.hf.reuse import ReuseMode
+from genlm.hf.reuse import Choice, ReuseMode
 from genlm.hf.runner import Runner, served_model
 from genlm.hf.schedule import Schedule
 from genlm.hf.scores import Scores, logprobs
@@ -53,7 +53,7 @@ class HFEngine:
     Args:
         model: A causal language model; it is in evaluation mode until it is closed.
         tokenizer: Its tokenizer.
-        options: ``kv_cache_bytes`` and ``max_batch_tokens`` matter here.
+        options: ``kv_cache_bytes``, ``max_batch_tokens`` and ``static`` matter here.
 
     Attributes:
         tokenizer, vocab_size, max_context, device, model: See :class:`genlm.core.types.Engine`.
@@ -79,11 +79,12 @@ class HFEngine:
             for hook in LORA_HOOKS:
                 setattr(self, hook, None)  # so it is none of this engine's
                 self.lacking[hook] = why
-        choice = self._choose_reuse()
+        static = model.device.type == "cuda" if options.static is None else options.static
+        choice = self._choose_reuse(static)
         self.reuse, self._tolerance = choice.reuse, choice.tolerance
         room = budget(options.kv_cache_bytes, model.device)
         most = options.max_batch_tokens
-        self._strategy = strategy_for(self.reuse, self._runner, most, room, choice.ragged)
+        self._strategy = strategy_for(choice, self._runner, most, room)
         self._evaluator = Evaluator(self._strategy, self._adapters, choice.limit, choice.rows_apart)
         self._schedule: Schedule[Query] = Schedule(self._evaluator, most)
         served = served_model(model)
@@ -107,15 +108,18 @@ class HFEngine:
         tokens = _vocab_size(model, self._config)
         return f"{tokens} tokens in {model.dtype} on {model.device}"
 
-    def _choose_reuse(self) -> Choice:
-        """Probe the model; on an error it is left as it was before.
+    def _choose_reuse(self, static: bool) -> Choice:
+        """Probe the model, perhaps for steps of constant shape too; on an error it is left as it
+        was before.
 
         Raises:
             EngineError: it cannot be served.
         """
         window = attention_window(self.model) or getattr(self._config, "window_size", None)
         try:
-            return choose_reuse(self.model, self._runner, self.vocab_size, self.max_context, window)
+            return choose_reuse(
+                self.model, self._runner, self.vocab_size, self.max_context, window, static
+            )
         except BaseException as error:
             self._restore()
             if isinstance(error, GenlmError) or not isinstance(error, Exception):

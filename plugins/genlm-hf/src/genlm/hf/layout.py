@@ -52,20 +52,10 @@ class Chunks:
 
 
 class Layout:
-    """Which slots of the pool a forward reads, and where it writes.
-
-    Args:
-        slots: The slots, ascending.
-        width: How many columns are read.
-        upload: Takes the indices.
-    """
+    """Which slots of the pool a forward reads, and where it writes."""
 
     #: The length that models are told the cache has; only uniform layouts have one.
     past: int = 0
-
-    def __init__(self, slots: Sequence[int], width: int, upload: Upload) -> None:
-        self._slots = Places(slots, upload)
-        self._width = width
 
     def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:
         """Write new states of a layer.
@@ -80,6 +70,23 @@ class Layout:
 
     def read(self, states: torch.Tensor) -> torch.Tensor:
         """The slots and columns of a layer that this forward reads."""
+        raise NotImplementedError
+
+
+class ChunkLayout(Layout):
+    """The layout of chunks, which lists their slots anew for each forward.
+
+    Args:
+        slots: The slots, ascending.
+        width: How many columns are read.
+        upload: Takes the indices.
+    """
+
+    def __init__(self, slots: Sequence[int], width: int, upload: Upload) -> None:
+        self._slots = Places(slots, upload)
+        self._width = width
+
+    def read(self, states: torch.Tensor) -> torch.Tensor:
         slots = self._slots.on(states.device)
         if isinstance(slots, slice):
             return states[slots, :, : self._width]
@@ -90,7 +97,7 @@ def _indices_of(chunks: Chunks) -> list[int]:
     return [segment.index for segment in chunks.segments if isinstance(segment, Slot)]
 
 
-class UniformLayout(Layout):
+class UniformLayout(ChunkLayout):
     """Chunks of equal start and size: ``[len(chunks), size]`` tokens, as any model expects
     them."""
 
@@ -102,7 +109,7 @@ class UniformLayout(Layout):
         states[self._slots.on(states.device), :, self.past : self._stop] = new
 
 
-class PackedLayout(Layout):
+class PackedLayout(ChunkLayout):
     """Any chunks: every token is a sequence of its own in the batch, and only attention
     knows which belong together.
 

@@ -13,7 +13,7 @@ from genlm.core.types import Engine
 
 #: The options of :class:`~genlm.hf.options.HFOptions` for a model already loaded; the others say
 #: how to load one.
-ENGINE_OPTIONS = ("kv_cache_bytes", "max_batch_tokens")
+ENGINE_OPTIONS = ("kv_cache_bytes", "max_batch_tokens", "static")
 
 
 class AsyncTransformer(AsyncLM):
@@ -25,8 +25,8 @@ class AsyncTransformer(AsyncLM):
         hf_tokenizer: Its tokenizer.
         batch_size: The most requests in one batch; ``None`` means no limit.
         timeout: Seconds to hold a batch open for more requests.
-        **options: ``kv_cache_bytes``, ``max_batch_tokens``, and the other options of every backend:
-            ``cache_size``, ``cache_opts``, ...
+        **options: ``kv_cache_bytes``, ``max_batch_tokens``, ``static``, and the other options of
+            every backend: ``cache_size``, ``cache_opts``, ...
 
     Raises:
         InvalidOptionError: an option is not accepted.

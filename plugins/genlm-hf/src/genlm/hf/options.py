@@ -113,6 +113,9 @@ class HFOptions:
             elsewhere a quarter of the available memory, at most 4 GiB.
         max_batch_tokens: The most new tokens in one forward. Longer work is done in chunks, and
             other requests are answered between them.
+        static: Whether a step of one new token for each context has a constant shape, which on CUDA
+            is recorded as a CUDA graph. ``None`` means on CUDA only. Models for which such a step
+            is wrong are served without it.
     """
 
     hf_opts: Mapping[str, Any] = field(
@@ -124,10 +127,16 @@ class HFOptions:
     dtype: Any = None
     kv_cache_bytes: int | None = field(default=None)
     max_batch_tokens: int = field(default=2048, validator=_positive)
+    static: bool | None = field(default=None)
 
     @kv_cache_bytes.validator
     def _check_bytes(self, attribute: Any, value: int | None) -> None:
         integer(attribute.name, value, least=0, optional=True)
+
+    @static.validator
+    def _check_static(self, attribute: Any, value: object) -> None:
+        if not (value is None or isinstance(value, bool)):
+            raise InvalidOptionError(f"static must be True, False or None; got {safe_repr(value)}")
 
     @classmethod
     def parse(cls, options: Mapping[str, object]) -> HFOptions:

@@ -64,9 +64,11 @@ class SlotPool(Cache):  # type: ignore[misc]  # transformers ships no types
         slots, columns: The size of every layer.
         bytes_per_column: Of one position of one slot over all layers; 0 before the first forward.
         layout: Which slots and columns the running forward reads and writes.
+        resizes: How often the tensors have become others.
     """
 
     def __init__(self) -> None:
+        self.resizes = 0
         self.slots = 0
         self.columns = 0
         self.bytes_per_column = 0
@@ -123,6 +125,7 @@ class SlotPool(Cache):  # type: ignore[misc]  # transformers ships no types
         """Change the size; the slots ``kept`` become slots 0, 1, ... One slab after the other, so
         that memory peaks low."""
         self.slots, self.columns = slots, columns
+        self.resizes += 1
         moved = Places(kept, Upload())
         self._slabs = []
         for parts in self._alike():

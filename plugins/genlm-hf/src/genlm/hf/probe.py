@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
@@ -18,9 +18,9 @@ from genlm.hf.overflow import remedy
 from genlm.hf.patterns import layer_patterns, reuse_limit
 from genlm.hf.pool import SlotPool
 from genlm.hf.positions import rope_scalings
-from genlm.hf.reuse import ReuseMode
+from genlm.hf.reuse import Choice, ReuseMode
 from genlm.hf.runner import Runner
-from genlm.hf.trials import TRIALS, ragged
+from genlm.hf.trials import TRIALS, Trial, ragged, static
 from genlm.kit.scaled_copy import TOKENS, Threshold, small_model, thresholds
 
 logger = get_logger()
@@ -57,8 +57,8 @@ MOST_NOISE = 0.05
 #: A mode that is wrong beyond a threshold is taken where the threshold is at least so far away.
 WORTH_KEEPING = 512
 
-#: The modes whose state is in the pool.
-IN_SLOTS = (ReuseMode.SHARED, ReuseMode.PACKED, ReuseMode.UNIFORM)
+#: The modes with attention over slots.
+OVER_SLOTS = (ReuseMode.SHARED, ReuseMode.PACKED)
 
 #: Those whose state is in snapshots.
 IN_SNAPSHOTS = (ReuseMode.SNAPSHOTS, ReuseMode.STEPWISE)
@@ -68,33 +68,24 @@ IN_SNAPSHOTS = (ReuseMode.SNAPSHOTS, ReuseMode.STEPWISE)
 REPLACEABLE = ("sdpa", "eager", SLOT_ATTENTION)
 
 
-@frozen
-class Choice:
-    """What the probe found out.
-
-    Attributes:
-        reuse: The mode.
-        tolerance: How far its log-probabilities may be from those of cold forwards.
-        limit: The longest context whose state may be kept; ``None`` means no limit.
-        rows_apart: Whether beyond the limit every row needs a forward of its own: what one forward
-            gives at a position is not the row of the context that ends there.
-        ragged: Whether snapshots of contexts of unlike length may go on together.
-    """
-
-    reuse: ReuseMode
-    tolerance: float
-    limit: int | None
-    rows_apart: bool
-    ragged: bool = False
-
-
 def choose_reuse(
-    model: Any, runner: Runner, vocab_size: int, max_context: int | None, window: int | None
+    model: Any,
+    runner: Runner,
+    vocab_size: int,
+    max_context: int | None,
+    window: int | None,
+    static: bool = False,
 ) -> Choice:
     """Compute short ragged contexts in every mode, from the best on, and take the first that agrees
     with plain forwards: on the model, and beyond its thresholds on its scaled copy.
 
     A mode that is wrong beyond a threshold is taken for contexts below it, if that is far away.
+
+    Args:
+        model: The model.
+        runner: Runs its forwards.
+        vocab_size, max_context, window: What it has.
+        static: Whether to look if steps of constant shape are right, too.
 
     Raises:
         EngineError: not even padded and unpadded plain forwards agree, or they give NaN.
@@ -113,9 +104,9 @@ def choose_reuse(
     reasons: dict[str, str] = {}
     for reuse in ReuseMode:
         try:
-            if reuse in (ReuseMode.SHARED, ReuseMode.PACKED):
+            if reuse in OVER_SLOTS:
                 _use_slot_attention(model)
-            why = _disagreement(runner, reuse, contexts, expected, tolerance)
+            why = _disagreement(runner, TRIALS[reuse], contexts, expected, tolerance)
         except Exception as error:
             # This model's code may raise anything for a cache or an attention it does not expect
             why = f"{type(error).__name__}: {error}"[:200]
@@ -130,7 +121,10 @@ def choose_reuse(
                 is_ragged = reuse in IN_SNAPSHOTS and _is_ragged(
                     runner, contexts, expected, tolerance
                 )
-                return Choice(reuse, tolerance, least, rows_apart, is_ragged)
+                is_static = static and _is_static(
+                    runner, reuse, copies, contexts, expected, tolerance
+                )
+                return Choice(reuse, tolerance, least, rows_apart, is_ragged, is_static)
             why = f"beyond {reach} tokens: {copies.reasons[reuse]}"
         reasons[reuse.value] = why
         if attention_of(model.config) != original:
@@ -145,16 +139,14 @@ def choose_reuse(
 
 def _disagreement(
     runner: Runner,
-    reuse: ReuseMode,
+    trial: Trial,
     contexts: Sequence[Sequence[int]],
     expected: torch.Tensor,
     tolerance: float,
 ) -> str | None:
-    """Why a mode is wrong; ``None`` where it is right."""
+    """Why what a trial computes is wrong; ``None`` where it is right."""
     try:
-        rows = _logprobs(TRIALS[reuse](runner, contexts))
-        if reuse in IN_SLOTS and not runner.pool.layers:
-            raise ValueError("its state is not in the cache's slots")
+        rows = _logprobs(trial(runner, contexts))
     finally:
         runner.pool.resize(0, 0)
     distance = apart(rows, expected)
@@ -179,6 +171,31 @@ def _is_ragged(
     if why:
         logger.info("kv.equal_lengths", why=why)
     return not why
+
+
+def _is_static(
+    runner: Runner,
+    reuse: ReuseMode,
+    copies: ScaledCopies,
+    contexts: Sequence[Sequence[int]],
+    expected: torch.Tensor,
+    tolerance: float,
+) -> bool:
+    """Whether a step of constant shape that was recorded has the right rows for other contexts."""
+    why: str | None = None
+    if reuse not in OVER_SLOTS:
+        why = f"state is kept in another way: {reuse.value}"
+    elif is_quantised(copies.model):
+        why = "the model is quantised"
+    else:
+        try:
+            why = _disagreement(runner, static, contexts, expected, tolerance)
+        except Exception as error:  # as above
+            why = f"{type(error).__name__}: {error}"[:200]
+        why = why or copies.why_not_static(reuse)
+    if why is not None:
+        logger.info("kv.step_not_static", why=why)
+    return why is None
 
 
 def _rounding(runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor) -> float:
@@ -218,6 +235,12 @@ class ScaledCopies:
         self.reasons[reuse] = f"{', '.join('.'.join(one.path) for one in guilty) or 'any'}: {why}"
         return min((one.value for one in guilty), default=1) - 1
 
+    def why_not_static(self, reuse: ReuseMode) -> str | None:
+        """Why steps of constant shape are wrong on the scaled copy with all thresholds near, whose
+        rows of float32 tell more than those of a large model."""
+        near = [one for one in self._thresholds if self.limit is None or one.value < self.limit]
+        return self._why_wrong(reuse, near, static)
+
     def rows_apart(self) -> bool:
         """Whether beyond all thresholds a row depends on tokens that come after it, or no scaled
         copy tells."""
@@ -232,19 +255,25 @@ class ScaledCopies:
     def _thresholds(self) -> list[Threshold]:
         return thresholds(self.model.config.to_dict())
 
-    def _why_wrong(self, reuse: ReuseMode, near: Sequence[Threshold]) -> str | None:
+    def _why_wrong(
+        self, reuse: ReuseMode, near: Sequence[Threshold], trial: Trial | None = None
+    ) -> str | None:
         """Why a mode is wrong on the scaled copy with some thresholds near; ``None`` where it is
         right."""
         try:
-            return self._disagreement(reuse, near, AROUND_NEAR)
+            return self._disagreement(reuse, near, AROUND_NEAR, trial)
         except ValueError as error:  # then the comparisons with cold rows remain
             logger.info("kv.no_scaled_copy", why=str(error))
             return None
 
     def _disagreement(
-        self, reuse: ReuseMode, near: Sequence[Threshold], around: Sequence[Sequence[int]]
+        self,
+        reuse: ReuseMode,
+        near: Sequence[Threshold],
+        around: Sequence[Sequence[int]],
+        trial: Trial | None = None,
     ) -> str | None:
-        """The same, with contexts of these lengths.
+        """The same, with contexts of these lengths, and perhaps by another trial than the mode's.
 
         Raises:
             ValueError: there is no such scaled copy.
@@ -254,7 +283,7 @@ class ScaledCopies:
         scaled = small_model(type(model), model.config, model.device, changed)
         runner = Runner(scaled, AdapterSet(scaled), SlotPool(), layer_patterns(scaled))
         try:
-            if reuse in (ReuseMode.SHARED, ReuseMode.PACKED):
+            if reuse in OVER_SLOTS:
                 _use_slot_attention(scaled)
             for lengths in around:
                 contexts = _random_contexts(TOKENS - 4, lengths)
@@ -267,7 +296,9 @@ class ScaledCopies:
                         f"beyond {beyond or 'one'} tokens; such a model cannot be served"
                     )
                 tolerance = _tolerance(scaled, runner, contexts, expected)
-                if why := _disagreement(runner, reuse, contexts, expected, tolerance):
+                if why := _disagreement(
+                    runner, trial or TRIALS[reuse], contexts, expected, tolerance
+                ):
                     return why
                 runner.pool.forget_layers()
         except EngineError:

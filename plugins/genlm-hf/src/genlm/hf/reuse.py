@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from attrs import frozen
+
 
 class ReuseMode(Enum):
     """The reuse modes, best first."""
@@ -29,3 +31,26 @@ class ReuseMode(Enum):
     NONE = "none"
     """Every context is computed whole: the model returns no state, or goes on from it to other
     rows."""
+
+
+@frozen
+class Choice:
+    """What the probe found out.
+
+    Attributes:
+        reuse: The mode.
+        tolerance: How far its log-probabilities may be from those of cold forwards.
+        limit: The longest context whose state may be kept; ``None`` means no limit.
+        rows_apart: Whether beyond the limit every row needs a forward of its own: what one forward
+            gives at a position is not the row of the context that ends there.
+        ragged: Whether snapshots of contexts of unlike length may go on together.
+        static: Whether steps of one token for each context may be of constant shape, and be
+            recorded.
+    """
+
+    reuse: ReuseMode
+    tolerance: float
+    limit: int | None
+    rows_apart: bool
+    ragged: bool = False
+    static: bool = False

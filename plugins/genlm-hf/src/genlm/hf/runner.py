@@ -21,6 +21,7 @@ from genlm.hf.layout import Chunks, PackedLayout, UniformLayout
 from genlm.hf.patterns import Pattern
 from genlm.hf.pool import SlotPool
 from genlm.hf.positions import DynamicRope
+from genlm.hf.static_layout import StaticInputs, StaticLayout
 from genlm.hf.upload import Indices, Upload
 
 #: What models call the cache that they are given and return; from transformers 5.24 on, the first.
@@ -42,6 +43,8 @@ class Runner:
 
     Attributes:
         device: Where the model's first weight is.
+        modules: All modules of the model.
+        changes: How often modules may have become others.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Runner:
         self._adapters = adapters
         self.pool = pool
         self._patterns = patterns
+        self.changes = 0
         self._wanted: torch.Tensor | None = None
         self._selected = False  # whether the hook chose the wanted positions
         takes = inspect.signature(model.forward).parameters
@@ -93,7 +97,8 @@ class Runner:
         head = self._model.get_output_embeddings()
         self._hook = head.register_forward_pre_hook(self._select) if head is not None else None
         # Listed once: a walk over the model takes as long as a layer.
-        self._modules = [*self._model.modules()]
+        self.modules = [*self._model.modules()]
+        self.changes += 1
 
     def packed(
         self,
@@ -113,12 +118,9 @@ class Runner:
         Returns:
             ``[len(wanted), vocab_size]`` logits.
         """
-        if self._patterns is None:
-            raise ValueError("packed forwards need the layers' attention patterns")
-        if self._config._attn_implementation != SLOT_ATTENTION:  # somebody has set another one
-            self._model.set_attn_implementation(SLOT_ATTENTION)
+        patterns = self._prepare_slot_attention()
         upload, device = Upload(), self.device
-        layout = PackedLayout(chunks, self._patterns, upload, device)
+        layout = PackedLayout(chunks, patterns, upload, device)
         self.pool.layout = layout
         ids, places = upload.add(tokens), upload.add(wanted)
         return self._forward(
@@ -130,6 +132,41 @@ class Runner:
             attention_mask=torch.zeros(len(tokens), 1, 1, 1, dtype=torch.bool, device=device),
             **{self._cache_name: self.pool, LAYOUT_ARGUMENT: layout},
         )
+
+    def static(self, inputs: StaticInputs, width: int, adapter: Adapter | None) -> torch.Tensor:
+        """Run one token in each of some slots. Which operators run, and over which memory, depends
+        on the number of rows, on ``width`` and on the adapter, and on nothing else.
+
+        Args:
+            inputs: The tokens, their positions and their slots.
+            width: How many columns of each slot are read.
+            adapter: That of all rows.
+
+        Returns:
+            ``[rows, vocab_size]`` logits.
+        """
+        layout = StaticLayout(inputs, self._prepare_slot_attention(), width)
+        self.pool.layout = layout
+        return self._forward(
+            [adapter],
+            None,
+            input_ids=inputs.ids[:, None],
+            position_ids=inputs.positions[:, None],
+            attention_mask=inputs.unused_mask,
+            **{self._cache_name: self.pool, LAYOUT_ARGUMENT: layout},
+        )
+
+    def is_ours(self, hook: Any) -> bool:
+        """Whether a hook of a module is the plugin's own."""
+        return getattr(hook, "__self__", None) in (self, self._adapters)
+
+    def _prepare_slot_attention(self) -> Sequence[Pattern]:
+        """What each layer attends to, for attention over slots; the model uses that now."""
+        if self._patterns is None:
+            raise ValueError("packed forwards need the layers' attention patterns")
+        if self._config._attn_implementation != SLOT_ATTENTION:  # somebody has set another one
+            self._model.set_attn_implementation(SLOT_ATTENTION)
+        return self._patterns
 
     def uniform(
         self,
@@ -235,20 +272,22 @@ class Runner:
         return ids.on(self.device).view(count, -1), places
 
     def _forward(
-        self, adapters: Sequence[Adapter | None], wanted: Indices, **inputs: Any
+        self, adapters: Sequence[Adapter | None], wanted: Indices | None, **inputs: Any
     ) -> torch.Tensor:
+        """Run the model; logits of the wanted positions, of all where that is ``None``."""
         return self._outputs(adapters, wanted, **inputs)[0]
 
     def _outputs(
-        self, adapters: Sequence[Adapter | None], wanted: Indices, **inputs: Any
+        self, adapters: Sequence[Adapter | None], wanted: Indices | None, **inputs: Any
     ) -> tuple[torch.Tensor, Any]:
         inputs = {**self._asked, **inputs}
         if not self._takes_use_cache:
             inputs.pop("use_cache")
-        self._wanted, self._selected = wanted.on(self.device), False
+        self._wanted = None if wanted is None else wanted.on(self.device)
+        self._selected = False
         width = inputs["input_ids"].shape[1]
         first = () if self._ids_by_name else (inputs.pop("input_ids"),)
-        of_wanted = (at // width for at in wanted.values)
+        of_wanted = (at // width for at in (wanted.values if wanted else ()))
         try:
             with (
                 torch.inference_mode(),
@@ -261,14 +300,14 @@ class Runner:
         finally:
             self._wanted = None
         flat = _logits(outputs).flatten(0, 1)
-        if not self._selected:
+        if wanted is not None and not self._selected:
             flat = flat.index_select(0, wanted.on(flat.device))
         return flat, outputs
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """While it lasts, a model that somebody trains, or a part of it, is in evaluation mode."""
-        is_trained = any(map(attrgetter("training"), self._modules))
+        is_trained = any(map(attrgetter("training"), self.modules))
         trained = [each for each in self._model.modules() if each.training] if is_trained else []
         for module in trained:
             module.training = False

@@ -15,10 +15,12 @@ from attrs import define, evolve, field, frozen
 from genlm.core.logs import get_logger
 from genlm.core.types import Adapter
 from genlm.hf.costs import costs_of
+from genlm.hf.graphs import recorder_for
 from genlm.hf.layout import Chunks, ranges
-from genlm.hf.reuse import ReuseMode
+from genlm.hf.reuse import Choice, ReuseMode
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Run, Snapshots, steps
+from genlm.hf.static import COLUMNS, StaticSteps
 from genlm.hf.table import PoolTable
 from genlm.kit.kv.placement import Placement, nested
 from genlm.kit.kv.planner import Planner
@@ -37,6 +39,9 @@ Part = tuple[Placed, int, int]
 
 #: What sharing is weighed with, but for what depends on the device.
 SHARING_COSTS = SharingCosts()
+
+#: Which part of the memory for state recorded steps may take: one in so many.
+RECORDED_SHARE = 8
 
 #: A forward: chunks, their tokens, an adapter for each chunk, which tokens are wanted; gives their
 #: logits.
@@ -270,18 +275,34 @@ class InSlots(Strategy):
 
 @define(eq=False)
 class Packed(InSlots):
-    """Any chunks of any sequences in one forward."""
+    """Any chunks of any sequences in one forward; steps of one token each perhaps in constant
+    shape."""
+
+    _static: StaticSteps | None = None
 
     def forwards(self, placed: Sequence[Placed]) -> Iterator[Result]:
+        packed = self.runner.packed if self._static is None else self._static.packed
         room, some = self.max_tokens, list[Part]()
         for one in placed:
             start, stop = one.start, one.sequence.length
             while stop - start > room:
-                yield _forward(self.runner.packed, [*some, (one, start, start + room)])
+                yield _forward(packed, [*some, (one, start, start + room)])
                 start, room, some = start + room, self.max_tokens, []
             some.append((one, start, stop))
             room -= stop - start
-        yield _forward(self.runner.packed, some)
+        yield _forward(packed, some)
+
+    def clear(self) -> None:
+        self._drop_recordings()
+        super().clear()
+
+    def drop_unpinned(self) -> None:
+        self._drop_recordings()
+        super().drop_unpinned()
+
+    def _drop_recordings(self) -> None:
+        if self._static is not None:
+            self._static.drop()
 
 
 @define(eq=False)
@@ -418,26 +439,32 @@ class InSnapshots(Strategy):
         self.snapshots.drop_adapter(adapter)
 
 
-def strategy_for(
-    reuse: ReuseMode, runner: Runner, max_tokens: int, budget: int, ragged: bool = False
-) -> Strategy:
-    """The strategy for a reuse mode.
+def strategy_for(choice: Choice, runner: Runner, max_tokens: int, budget: int) -> Strategy:
+    """The strategy for what the probe has chosen.
 
     Args:
-        reuse: The mode.
+        choice: That.
         runner: Runs forwards.
         max_tokens: The most new tokens in one forward.
-        budget: The most bytes of state to keep.
-        ragged: Whether snapshots of contexts of unlike length may go on together.
+        budget: The most bytes of state to keep, and of recorded steps.
     """
-    costs = costs_of(runner.device)
+    costs, reuse = costs_of(runner.device), choice.reuse
     if reuse is ReuseMode.NONE:
         return Strategy(runner, max_tokens)
     if reuse in (ReuseMode.SNAPSHOTS, ReuseMode.STEPWISE):
         at_once = reuse is ReuseMode.SNAPSHOTS
-        return InSnapshots(runner, max_tokens, Snapshots(budget, costs.forward, at_once, ragged))
-    shares = reuse is ReuseMode.SHARED
+        snapshots = Snapshots(budget, costs.forward, at_once, choice.ragged)
+        return InSnapshots(runner, max_tokens, snapshots)
     waiting = max(SHARING_COSTS.waiting, costs.forward)
     sharing = evolve(SHARING_COSTS, waiting=waiting, plenty=costs.plenty)
+    shares, static = reuse is ReuseMode.SHARED, None
+    if choice.static:
+        sharing = evolve(sharing, step=COLUMNS)  # a resize drops what is recorded
+        recorder = recorder_for(runner.device)
+        share = 0 if recorder is None else budget // RECORDED_SHARE
+        static = StaticSteps(runner, recorder, share)
+        budget -= share
     planner: Planner[TokenSequence] = Planner(PoolTable(runner.pool, budget), sharing, shares)
-    return (Uniform if reuse is ReuseMode.UNIFORM else Packed)(runner, max_tokens, planner)
+    if reuse is ReuseMode.UNIFORM:
+        return Uniform(runner, max_tokens, planner)
+    return Packed(runner, max_tokens, planner, static)

@@ -3,19 +3,25 @@ in several forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 
 from genlm.core.context import Context, as_context
 from genlm.core.types import Adapter
+from genlm.hf.graphs import recorder_for
 from genlm.hf.layout import Chunks
+from genlm.hf.operators import Operators
 from genlm.hf.reuse import ReuseMode
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Snapshot, joined
+from genlm.hf.static import StaticShape, StaticStep
 from genlm.kit.prefixes import key_of
 from genlm.kit.segments import Slot, Trunk
+
+#: Computes the rows of a short context and of a long one.
+Trial = Callable[[Runner, Sequence[Sequence[int]]], list[torch.Tensor]]
 
 
 def _slot(index: int, parent: Trunk | None = None, start: int = 0) -> Slot:
@@ -150,15 +156,49 @@ def _continued(runner: Runner, context: Sequence[int], stops: Sequence[int]) -> 
     return runner.stateful(cache, last, tokens, pair, [2 * len(tokens[0]) - 1])[0]
 
 
+def static(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Each context by a step of constant shape, which is recorded at the beginning of both, and
+    replayed at their ends, with the rows in another order."""
+    short, long = contexts
+    runner.pool.resize(3, len(long))
+    slots, none = [_slot(index) for index in range(3)], [None, None]
+    begin, last = len(long) // 3, len(long) - 1
+    runner.packed(Chunks([(slots[2], 0, begin)]), long[:begin], none[:1], [0])
+    step = StaticStep(runner, StaticShape.of(runner, 3, len(long)), None)
+    inputs = [short[0], short[0], long[begin]], [0, 0, begin], [0, 1, 2]
+    step.run(*inputs)  # what the first forward makes is not recorded
+    step.record(recorder_for(runner.device) or Operators())
+    step.run(*inputs)
+    rest = [(slots[0], 1, len(short) - 1), (slots[1], 1, len(short) - 1)]
+    rest = [*(one for one in rest if one[1] < one[2]), (slots[2], begin + 1, last)]
+    tokens = [*short[1:-1], *short[1:-1], *long[begin + 1 : last]]
+    runner.packed(Chunks(rest), tokens, [None] * len(rest), [0])
+    ends = [last, len(short) - 1, len(short) - 1]
+    rows = step.run([long[-1], short[-1], short[-1]], ends, [2, 1, 0])
+    return [rows[1:2], rows[:1]]
+
+
 def _plain(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Together, padded."""
     return [runner.plain(contexts, [None] * len(contexts))]
 
 
-TRIALS = {
-    ReuseMode.SHARED: _shared,
-    ReuseMode.PACKED: _packed,
-    ReuseMode.UNIFORM: _uniform,
+def _in_slots(trial: Trial) -> Trial:
+    """The same; it raises a :class:`ValueError` where the model keeps its state elsewhere."""
+
+    def checked(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        rows = trial(runner, contexts)
+        if not runner.pool.layers:
+            raise ValueError("its state is not in the cache's slots")
+        return rows
+
+    return checked
+
+
+TRIALS: dict[ReuseMode, Trial] = {
+    ReuseMode.SHARED: _in_slots(_shared),
+    ReuseMode.PACKED: _in_slots(_packed),
+    ReuseMode.UNIFORM: _in_slots(_uniform),
     ReuseMode.SNAPSHOTS: _snapshots,
     ReuseMode.STEPWISE: _stepwise,
     ReuseMode.NONE: _plain,

@@ -8,6 +8,16 @@ from collections.abc import Sequence
 import torch
 
 
+def on_host(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """``[len(values)]`` int64 on the host, to be copied to a device.
+
+    From pinned memory the host need not wait for the copy. It is allocated for each one: PyTorch
+    does not give it out again before the copy has ended.
+    """
+    host = torch.frombuffer(array("q", values), dtype=torch.long)
+    return host.pin_memory() if device.type == "cuda" else host
+
+
 class Upload:
     """Lists of integers that the host knows, copied to a device together.
 
@@ -42,12 +52,8 @@ class Upload:
         return parts
 
     def _copied(self, device: torch.device) -> torch.Tensor:
-        host = torch.frombuffer(array("q", self._values), dtype=torch.long)
-        if device.type != "cuda":
-            return host.to(device)
-        # From pinned memory the host need not wait. It is allocated for each upload: PyTorch does
-        # not give it out again before the copy has ended.
-        return host.pin_memory().to(device, non_blocking=True)
+        host = on_host(self._values, device)
+        return host.to(device, non_blocking=device.type == "cuda")
 
 
 class Indices:

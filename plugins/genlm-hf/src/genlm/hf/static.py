@@ -1,0 +1,207 @@
+"""Steps of constant shape, recorded and replayed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from attrs import define, field, frozen
+
+from genlm.core.checks import describe_error
+from genlm.core.logs import get_logger
+from genlm.core.types import Adapter
+from genlm.hf.graphs import Recorder, Recording
+from genlm.hf.layout import Chunks
+from genlm.hf.runner import Runner
+from genlm.hf.static_layout import StaticInputs
+from genlm.hf.watch import ModelWatch
+from genlm.kit.memory import is_out_of_memory
+from genlm.kit.segments import Slot
+
+logger = get_logger()
+
+#: Columns are read in multiples of so many.
+COLUMNS = 64
+
+#: A shape is recorded when it has come so often. The last time before, the step runs as it will be
+#: recorded, since a first forward may make what later ones use.
+RECORDED_AFTER = 3
+
+
+@frozen
+class StaticShape:
+    """The shape of a step.
+
+    Attributes:
+        rows: How many tokens, a power of two.
+        width: How many columns of each slot are read.
+    """
+
+    rows: int
+    width: int
+
+    @classmethod
+    def of(cls, runner: Runner, rows: int, length: int) -> StaticShape:
+        """The least shape for some contexts, the longest of a length."""
+        width = -(-length // COLUMNS) * COLUMNS
+        return cls(1 << (rows - 1).bit_length(), min(width, runner.pool.columns))
+
+
+class StaticStep:
+    """A step of one shape.
+
+    Args:
+        runner: Runs it.
+        shape: Its shape.
+        adapter: The adapter of all rows.
+
+    Attributes:
+        is_recorded: Whether it is replayed.
+    """
+
+    def __init__(self, runner: Runner, shape: StaticShape, adapter: Adapter | None) -> None:
+        self._runner, self._shape, self._adapter = runner, shape, adapter
+        self._inputs = StaticInputs(shape.rows, runner.device)
+        self._recording: Recording | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._recording is not None
+
+    def record(self, recorder: Recorder) -> None:
+        """Record it, so that it is replayed from now on.
+
+        Raises:
+            Exception: it cannot be recorded.
+        """
+        self._recording = recorder.record(self._forward)
+
+    def run(
+        self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]
+    ) -> torch.Tensor:
+        """One step: ``[len(ids), vocab_size]`` logits.
+
+        Args:
+            ids: At most as many tokens as the shape has rows.
+            positions, slots: Where they are.
+        """
+        self._inputs.fill(ids, positions, slots)
+        if self._recording is None:
+            return self._forward()[: len(ids)]
+        self._recording.replay()
+        return self._recording.result[: len(ids)].clone()  # the next replay writes over it
+
+    def _forward(self) -> torch.Tensor:
+        return self._runner.static(self._inputs, self._shape.width, self._adapter)
+
+
+#: A shape, and the version of an adapter.
+Key = tuple[StaticShape, int]
+
+
+@define(eq=False)
+class StaticSteps:
+    """Runs forwards; those that give one token to each of some slots, all with one adapter, in
+    constant shape. A shape that comes often is recorded, and replayed from then on.
+
+    A recording knows the addresses of the model's weights, and the pool's. So all are dropped when
+    the pool is resized, an adapter comes or goes, or a tensor of the model becomes another one. A
+    recording does not know hooks: while somebody has set some on the model, all is computed chunk
+    by chunk.
+
+    Attributes:
+        runner: Runs forwards.
+        recorder: Records them; ``None`` where nothing can.
+        most: The most bytes of recordings. A shape with which there are more is not recorded again.
+    """
+
+    runner: Runner
+    recorder: Recorder | None
+    most: int
+    _steps: dict[Key, StaticStep] = field(factory=dict, init=False)
+    _came: Counter[Key] = field(factory=Counter, init=False)
+    _refused: set[Key] = field(factory=set, init=False)
+    _failed: bool = field(default=False, init=False)
+    _made: tuple[int, int] = field(default=(-1, -1), init=False)
+    _watch: ModelWatch = field(init=False)
+
+    def packed(
+        self,
+        chunks: Chunks,
+        tokens: Sequence[int],
+        adapters: Sequence[Adapter | None],
+        wanted: Sequence[int],
+    ) -> torch.Tensor:
+        """Run chunks, see :meth:`Runner.packed`."""
+        self._drop_what_is_old()
+        step = self._step(chunks, tokens, adapters, wanted)
+        if step is None:
+            return self.runner.packed(chunks, tokens, adapters, wanted)
+        # In the order of what is wanted, so that the rows need no further one.
+        slots = [segment.index for segment in chunks.segments if isinstance(segment, Slot)]
+        columns = (tokens, chunks.starts, slots)
+        return step.run(*([column[at] for at in wanted] for column in columns))
+
+    def drop(self) -> None:
+        """Drop all recordings, and free their memory."""
+        self._steps.clear()
+        if self.recorder is not None:
+            self.recorder.forget()
+
+    def _drop_what_is_old(self) -> None:
+        made = (self.runner.changes, self.runner.pool.resizes)
+        if self._made[0] != made[0]:
+            self._watch = ModelWatch(self.runner.modules, self.runner.is_ours)
+        if self._made != made or self._watch.has_changed():
+            self.drop()
+        self._made = made
+
+    def _step(
+        self,
+        chunks: Chunks,
+        tokens: Sequence[int],
+        adapters: Sequence[Adapter | None],
+        wanted: Sequence[int],
+    ) -> StaticStep | None:
+        """The step that computes chunks; ``None`` where none does, or the shape is new."""
+        count, adapter = len(tokens), adapters[0]
+        is_plain = (
+            len(chunks.segments) == len(wanted) == count
+            and isinstance(chunks.segments[-1], Slot)  # trunks come last
+            and not any(chunks.bases)
+            and adapters.count(adapter) == count
+        )
+        if self._failed or not is_plain or self._watch.has_hooks():
+            return None
+        shape = StaticShape.of(self.runner, count, max(chunks.stops))
+        key = (shape, 0 if adapter is None else adapter.version)
+        if key in self._refused:
+            return None
+        self._came[key] += 1
+        if self.recorder is not None and self._came[key] < RECORDED_AFTER:
+            return None
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = StaticStep(self.runner, shape, adapter)
+        elif self.recorder is not None and not step.is_recorded:
+            self._record(step, self.recorder, key)
+        return self._steps.get(key)
+
+    def _record(self, step: StaticStep, recorder: Recorder, key: Key) -> None:
+        """Record a step. Where there is no memory for it, all recordings are dropped, and its shape
+        is computed chunk by chunk from now on; where it fails otherwise, all shapes are."""
+        rows, columns = key[0].rows, key[0].width
+        try:
+            step.record(recorder)
+        except Exception as error:  # of the driver, or of code that a graph cannot hold
+            self._failed = not is_out_of_memory(error)
+            if self._failed:
+                why = describe_error(error)
+                logger.warning("kv.step_not_recorded", rows=rows, columns=columns, reason=why)
+        else:
+            if recorder.nbytes <= self.most:
+                logger.debug("kv.step_recorded", rows=rows, columns=columns)
+                return
+        self._refused.add(key)
+        self.drop()

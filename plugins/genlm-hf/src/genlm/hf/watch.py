@@ -1,0 +1,59 @@
+"""What a recorded step would not see: that somebody has changed the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch.nn.modules import module as of_torch
+
+
+class ModelWatch:
+    """Sees that tensors or modules of a model became others, and that somebody has set hooks. What
+    is written into a tensor, a replay reads.
+
+    Args:
+        modules: All modules of the model.
+        is_ours: Whether a hook is the plugin's own.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], is_ours: Callable[[Any], bool]) -> None:
+        self._is_ours = is_ours
+        # Listed once, as the modules are: they are walked before each step.
+        self._own = [vars(one) for one in modules]
+        self._tensors = [part for one in modules for part in (one._parameters, one._buffers)]
+        self._children = [one._modules for one in modules]
+        self._hooks: list[dict[int, Any]] = [
+            of_torch._global_forward_hooks,
+            of_torch._global_forward_pre_hooks,
+            *(part for one in modules for part in (one._forward_hooks, one._forward_pre_hooks)),
+        ]
+        self._seen = self._look()
+
+    def has_hooks(self) -> bool:
+        """Whether any is not ours."""
+        return not all(
+            self._is_ours(hook) for hooks in filter(None, self._hooks) for hook in hooks.values()
+        )
+
+    def has_changed(self) -> bool:
+        """Whether something has become another one since this was last asked."""
+        (parts, addresses), (seen, before) = self._look(), self._seen
+        if len(parts) == len(seen) and all(map(is_, parts, seen)) and addresses == before:
+            return False
+        self._seen = parts, addresses
+        return True
+
+    def _look(self) -> tuple[list[Any], list[int]]:
+        """The modules, their tensors and the forwards that are set on them; and where the tensors
+        lie."""
+        tensors = [one for one in _values(self._tensors) if one is not None]
+        forwards = [own.get("forward") for own in self._own]
+        return [*tensors, *_values(self._children), *forwards], [one.data_ptr() for one in tensors]
+
+
+def _values(parts: Sequence[dict[str, Any]]) -> chain[Any]:
+    return chain.from_iterable(part.values() for part in parts)
