@@ -133,6 +133,30 @@ class PinsMakeRoom(Forgetting, MockEngine, lost=set):
         return super().row(query)
 
 
+@breaks("many_short_prompts_are_pinned")
+class TwentyPins(Forgetting, MockEngine, pins=dict, recent=dict):
+    """There are twenty places for pins: a further one takes the first, under the first's tokens. It
+    is read there once the state of the last 256 contexts is another's."""
+
+    @hookimpl
+    def genlm_cache_prefix(self, query):
+        self.pins[query if len(self.pins) < 20 else next(iter(self.pins))] = query
+        self.recent[query] = None
+        return super().genlm_cache_prefix(query)
+
+    def row(self, query):
+        if query.cold or query.length < 2:
+            return super().row(query)
+        *start, last = query.token_ids
+        known = of(query, *start)
+        if known in self.pins and known not in self.recent:
+            return super().row(of(query, *self.pins[known].token_ids, last))
+        self.recent[query] = None
+        if len(self.recent) > 256:
+            del self.recent[next(iter(self.recent))]
+        return super().row(query)
+
+
 @breaks("pins_end_with_their_adapter")
 class PinsAreFreedTwice(Keeping, MockEngine, removed=list, owners=dict, doubled=set):
     """What was pinned with a removed adapter is freed then, and again when state is cleared: two

@@ -43,6 +43,20 @@ class SeedsAtLoad(Loading):
 
 
 @breaks("process_is_as_it_was")
+class ThreadsOfItsOwn(Loading):
+    """The engine's thread takes more of PyTorch's threads; every later thread does too."""
+
+    def sets(self):
+        self.threads = torch.get_num_threads()
+        torch.set_num_threads(self.threads + 1)
+
+    @hookimpl
+    def genlm_close(self):
+        super().genlm_close()
+        torch.set_num_threads(self.threads)  # for the tests after this one
+
+
+@breaks("process_is_as_it_was")
 class ChangesAVariable(Loading):
     def sets(self):
         self.path = os.environ["PATH"]

@@ -30,6 +30,12 @@ TOGETHER, DRAWN = 40, 6
 #: How many draws, and how many scores, are asked together beside pins.
 SCORES = 6
 
+#: Tokens of these scores, and of those that are made in steps: they are set back half done.
+SCORED, SCORED_IN_STEPS = 40, 200
+
+#: How many contexts are asked between a pin and its use: more than an engine may keep beside pins.
+OTHERS = 320
+
 #: How many times a prompt is pinned before it is cleared.
 PINNED = 8
 
@@ -199,7 +205,9 @@ class CapacityClauses:
                 asked = (*prompt, *tail)
                 rows.append((*live.gather([asked]), asked, f"extending one of them, {beside}"))
             texts = [contexts.long(room, 6 + i) for i in range(SCORES)]
-            pairs = [(text[:half], text[half:][:40]) for text in texts if room > 1]
+            in_steps = live.lm.supports("genlm_step", "scores")
+            many = SCORED_IN_STEPS if in_steps else SCORED
+            pairs = [(text[:half], text[half:][:many]) for text in texts if room > 1]
             given = live.run(_outcomes(*(draw() for draw in draws), *_scores(live, pairs)))
             drawn += given[: len(draws)]
             scores += [(s, *pair) for s, pair in zip(given[len(draws) :], pairs, strict=True)]
@@ -225,6 +233,31 @@ class CapacityClauses:
         )
         for context in (contexts.long(room, 6), *pinned[:1]):
             live.check_row(context, how=f"after {len(pinned)} pinned prompts were cleared")
+
+    @advise(
+        "there are places for so many pins, and a further one takes that of another",
+        "contexts_beside_as_many_pins_as_fit",
+        capability="pins",
+    )
+    def test_many_short_prompts_are_pinned(self, live: Subject) -> None:
+        """Dozens of short prompts are pinned, until the engine refuses one, and hundreds of other
+        contexts asked for. Then each prompt, extended by a token, has its cold row."""
+        live.needs("genlm_cache_prefix")
+        count = live.scaled(48, 24)
+        many = live.contexts.many(OTHERS + count)
+        prompts, others = many[:count], many[count:]
+        pinned: list[TokenIds] = []
+        for prompt in prompts:
+            try:
+                live.lm.cache_kv(prompt)
+            except Exception as error:
+                check(bool(str(error)), f"a pin was refused by {type(error).__name__}, silently")
+                break
+            pinned.append(prompt)
+        live.gather(others)
+        extended = [(*prompt, live.contexts.tokens[2])[: live.contexts.limit] for prompt in pinned]
+        how = f"extending one of {len(pinned)} pinned prompts, {len(others)} other contexts later"
+        live.check_rows(extended, how=how)
 
     def _draws(self, live: Subject, half: int) -> list[Callable[[], Coroutine[Any, Any, Outcome]]]:
         """Draws that are made alone, and beside pins; none where rounding may change them."""

@@ -7,11 +7,14 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from attrs import fields, frozen
+
+T = TypeVar("T")
 
 #: Variables of the environment that pytest itself changes.
 PYTESTS_OWN = "PYTEST_"
@@ -24,6 +27,7 @@ class Settings:
     default_dtype: str
     default_device: str
     torch_threads: int
+    torch_threads_of_a_new_thread: int
     deterministic_algorithms: bool
     signal_handlers: Mapping[str, str]
     environment: Mapping[str, str]
@@ -38,6 +42,8 @@ class Settings:
             default_dtype=str(torch.get_default_dtype()),
             default_device=str(torch.get_default_device()),
             torch_threads=torch.get_num_threads(),
+            # PyTorch keeps the number for each thread; a new one has what was set last in any.
+            torch_threads_of_a_new_thread=in_a_new_thread(torch.get_num_threads),
             deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
             signal_handlers={
                 signal.Signals(one).name: repr(signal.getsignal(one))
@@ -63,6 +69,12 @@ class Settings:
                     what = f"{key} of the {name}" if key else name
                     found.append(f"{what} was {was!r:.60} and is {now!r:.60}")
         return found
+
+
+def in_a_new_thread(call: Callable[[], T]) -> T:
+    """What a call gives in a thread that has done nothing before."""
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(call).result()
 
 
 def set_generators(call: Callable[[], object]) -> list[str]:
