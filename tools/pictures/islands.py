@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import define
 
+from genlm.core.reductions import draw_among
 from tools.pictures.svg import MARGIN, Picture
 from tools.pictures.timeline import axis
 
@@ -39,6 +40,11 @@ def picture() -> Picture:
     import ray
 
     class Timed(example.Island):  # type: ignore[misc]
+        def __init__(self, *island: Any) -> None:
+            super().__init__(*island)
+            allowed = example.allowed_tokens(self.lm, "e")[:-1]  # without the end of the sequence
+            self.draw = draw_among(allowed)
+
         async def advance(self, particles: Any, uniforms: Any) -> Any:
             began = time.time()
             moved = await super().advance(particles, uniforms)

@@ -90,7 +90,7 @@ class Declaration:
         none. Override it for an engine whose model is not a torch module in this process.
 
         Returns:
-            A function that takes a number of times and returns a context manager: inside it, that
+            A function of a number, which returns a context manager. Inside the context manager, so
             many of the next evaluations fail.
         """
         return failing_forward(lm.underlying_model)

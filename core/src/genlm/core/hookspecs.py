@@ -197,10 +197,11 @@ def genlm_step(
             and no reductions where ``vocab_size`` exceeds it (padded embeddings).
 
     Returns:
-        One :class:`~genlm.core.types.Answer` for each request that is finished: its result, its
-        own exception, or ``None`` for a draw or a score whose parameters the engine
-        declines, which the core then makes from rows. A step that finished nothing returns an empty
-        list, and does not count as a batch in ``Stats``.
+        The answers to the requests that are finished, one for each, in any order. Each
+        :class:`~genlm.core.types.Answer` has the result, the request's own exception, or ``None``
+        for a draw or a score with parameters that the engine does not support: the core makes it
+        from rows. A step that finished nothing returns an empty list, and does not count as a batch
+        in ``Stats``.
 
     Raises:
         Exception: the engine must have dropped everything in flight. The core then admits the same
@@ -353,8 +354,8 @@ def genlm_sample(
     separate draws. The stop tokens are exactly ``params[i].stop_token_ids``: the model's own
     end-of-sequence token does not stop unless it is listed.
 
-    Nothing ends the call, so all others wait for it, and so does who leaves: decline long draws, or
-    take draws in steps (:func:`genlm_step`).
+    The call cannot be interrupted: all other requests wait for it, and a cancelled draw still runs
+    to its end. So return ``None`` for long draws, or take draws in steps (:func:`genlm_step`).
     """
 
 
@@ -371,8 +372,8 @@ def genlm_sequence_logprobs(
 
     Continuations are not empty, and context plus continuation without its last token fits
     ``max_context``. Without an implementation, or on ``None``, the core asks for one row per token.
-    So it does where ``vocab_size`` exceeds ``width`` (padded embeddings), if an implementation
-    leaves this argument out: it normalises over ``vocab_size`` then.
+    It does the same for an implementation that does not take ``width``, if ``vocab_size`` exceeds
+    ``width`` (padded embeddings): such scores would be normalised over ``vocab_size``.
     """
 
 
@@ -384,9 +385,9 @@ def genlm_cache_prefix(query: Query) -> bool | None:
     """Compute and pin the key/value state of ``query`` so that contexts which extend it start from
     there.
 
-    A pinned prefix stays until ``genlm_clear_kv_cache``, or until its adapter is removed; and a
-    call that raises may lose it. Then the core asks for all of them again, also for those that are
-    still there. Return ``True``; raise if there is no room for it.
+    A pinned prefix stays until ``genlm_clear_kv_cache``, or until its adapter is removed. A hook
+    that raises may lose pinned prefixes: the core then asks for all of them again, including those
+    that were not lost. Return ``True``; raise if there is no room for the prefix.
     """
 
 

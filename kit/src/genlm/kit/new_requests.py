@@ -1,6 +1,7 @@
-"""Requests that wait before an engine begins them: of those that begin alike, one goes first.
+"""Requests with a common prefix: one begins, and the others wait for its state.
 
-For engines that find what was computed before a step, and not all that the same step computes.
+For engines that reuse the state computed in earlier steps, but not all of the state computed in the
+same step.
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ from genlm.kit.prefixes import PrefixIndex, length_of, tokens_in
 
 T = TypeVar("T")
 
-#: The fewest tokens for which a request waits.
+#: The fewest tokens that a request must save to wait for another one.
 MIN_TOKENS_TO_WAIT = 2
 
 
 def tokens_per_forward(device_type: str) -> int:
-    """So many tokens take as long as a forward more."""
+    """How many tokens take as long as one more forward."""
     return 40 if device_type == "cpu" else 1024
 
 
 class Leaders(Generic[T]):
     """Decides, before each step of an engine, which new requests wait for others.
 
-    Nobody waits for ever, if those that do not wait begin in the order asked, as far as there is
-    room: who has waited waits again only if more of its tokens are known, or for the same one, if
-    that has begun or was asked before.
+    No request waits for ever, if requests that do not wait begin in the order asked, as far as
+    there is room. A request that has waited waits again in only two cases: more of its tokens are
+    known now; or it waits for the same request, which has begun or was asked before it.
 
     Args:
-        least_saved: Requests wait if this saves so many tokens in all.
-        each: And only those that have so many of their own computed by others.
+        least_saved: Requests wait only if this saves at least so many tokens in all.
+        each: A request waits only if another one computes at least so many of its tokens.
     """
 
     def __init__(self, least_saved: int, each: int = MIN_TOKENS_TO_WAIT) -> None:
@@ -41,14 +42,14 @@ class Leaders(Generic[T]):
     def waiting(
         self, begun: Mapping[T, bytes], new: Mapping[T, bytes], known: Callable[[T, int], int]
     ) -> set[T]:
-        """Those of the new requests that wait now.
+        """The new requests that should wait now.
 
         Args:
             begun: The requests that the engine computes, and their keys
                 (:func:`~genlm.kit.prefixes.key_of`).
-            new: Those that it has not begun, in the order asked.
-            known: How many first tokens of a request the engine will find if it begins now, of so
-                many that another request shares.
+            new: The requests that the engine has not begun, in the order asked, and their keys.
+            known: A function of a request and of the number of leading tokens that it shares with
+                another one: how many of these the engine would find if the request began now.
         """
         index: PrefixIndex[bytes, T] = PrefixIndex()
         for one, key in begun.items():

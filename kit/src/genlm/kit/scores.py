@@ -1,6 +1,6 @@
-"""Which scores an engine gives by a request each, and which cost less as rows.
+"""Which scores cost an engine less as requests of their own, and which as rows.
 
-For engines that compute the log-probabilities of a prompt's tokens, from a place on.
+For engines that compute the log-probabilities of a prompt's tokens from a given position on.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from itertools import pairwise
 from genlm.core.types import Query, ScoreRequest
 from genlm.kit.prefixes import common_length
 
-#: On a CPU, a row takes as long as so many tokens more.
+#: On a CPU, one more row takes as long as this many more tokens.
 ROW_COST_TOKENS = 3
-#: Fewer tokens are left to rows: these are found again by what is asked next, which would take
-#: another forward.
+
+#: Scores of fewer tokens than this are made from rows, because later requests can reuse the rows.
 MIN_NATIVE_SCORE_TOKENS = 8
 
 
 def cheaper_as_requests(scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
-    """Those of some that are asked together for which a request costs less than rows.
+    """Which of the scores that are asked together cost less as requests than as rows.
 
-    A request computes all that it scores, and has one row. Of candidates that begin alike the rows
-    are shared.
+    A request computes all tokens that it scores, and one row. As rows, candidates with a common
+    prefix share its rows.
     """
     behind: dict[Query, list[ScoreRequest]] = {}
     for each in scores:

@@ -16,10 +16,11 @@ class Resize:
     Reads and writes every slot. If this fails, slots may be incomplete: then all are lost.
 
     Attributes:
-        slots, columns: The new size.
+        slots: The new number of slots.
+        columns: The new number of columns of each slot.
         kept: The slots that stay. Number ``kept[i]`` becomes number ``i``; its columns are kept up
-            to the new size. Everything else must be finite, for example zero: masked columns take
-            part in products.
+            to the new size. All other numbers must be finite, for example zero, because masked
+            columns take part in products.
     """
 
     slots: int

@@ -18,19 +18,20 @@ class Placement(Generic[A]):
     Attributes:
         index: The number of the sequence among those asked.
         sequence: The sequence.
-        found: The segment that it starts from.
-        shared: How many leading tokens it has in common with that.
-        start: The first position to compute; all before it are already there.
+        found: The segment that the sequence starts from.
+        shared: How many leading tokens the sequence has in common with ``found``.
+        start: The first position to compute; the state of all positions before it is kept already.
         slot: The slot that the sequence ends in; ``None`` if it ends in ``trunk``.
         trunk: A trunk that is computed for this sequence, before the slot.
         continued: Whether the slot already held a prefix of this sequence.
-        kept: Whether the sequence's state is kept; if not, its context is already there.
-        parent: The segment that its first new segment stands on.
-        base: The first position of its first new segment, or of the slot that is continued.
-        source: What positions ``base`` to ``start`` are copied from.
-        cut: Where the new trunk stops; ``base`` if there is none.
-        inside: Sequences that this one begins with, and whose wanted positions are all computed for
-            it: their rows are read there, and nothing else is done for them.
+        kept: Whether the sequence's state is new and will be kept; otherwise its whole context is
+            kept already.
+        parent: The segment that the sequence's first new segment stands on.
+        base: The first position of the first new segment, or of the slot that is continued.
+        source: The segment from which positions ``base`` to ``start`` are copied.
+        cut: The end of the new trunk; ``base`` if there is none.
+        inside: Placements of sequences that are prefixes of this one, and whose wanted positions
+            are all computed for it. Their rows are read from this sequence's forward.
     """
 
     slot: Slot | None = None

@@ -26,31 +26,33 @@ Weighed = tuple[SharingCosts, Counter[Trunk]]
 
 class Planner(Generic[A]):
     """Keeps the state of contexts as a tree of segments, within a budget. The least recently used
-    is dropped first.
+    state is dropped first.
 
-    It decides where each sequence starts, in which segments it runs, which of a batch wait for
-    another one, and what is copied, shared, pinned and evicted. It does not decide which sequences
-    are computed now, nor how many tokens one forward has; and it moves no bytes: the table does.
+    The planner decides where each sequence starts, in which segments it runs, which sequences of a
+    batch wait for another one, and what is copied, shared, pinned and evicted. The engine decides
+    which sequences are computed now, and how many tokens one forward has. The table moves the
+    bytes.
 
     A sequence starts from the kept context that shares the longest prefix with it. If it extends
-    that context, or ends within its slot, it runs in the same slot, and nothing is copied. Else it
-    is a fork: a long shared prefix is (or becomes) a trunk, a short one is copied to a new slot. A
-    slot's state is valid up to its key. Positions beyond the key are never read, so a failed batch
-    leaves the tree correct.
+    that context, or ends within its slot, it runs in the same slot, and nothing is copied.
+    Otherwise it is a fork: a long shared prefix is (or becomes) a trunk, a short one is copied to a
+    new slot. A slot's state is valid up to its key. Positions beyond the key are never read, so a
+    failed batch leaves the tree correct.
 
-    What a sequence of the batch begins with is inside of it, and computed with it.
+    If a sequence of a batch is a prefix of another one, it is *inside* the longer one, whose
+    forward gives its rows too.
 
-    An engine asks for :meth:`batches`, computes each, gives the rows that its placements name
-    (:meth:`~genlm.kit.kv.placement.Placement.rows`), and commits what it has computed. What it does
-    not commit is given up.
+    An engine asks for :meth:`batches`, computes each batch, returns the rows that its placements
+    name (:meth:`~genlm.kit.kv.placement.Placement.rows`), and commits the sequences that it has
+    computed. State that is not committed is given up.
 
     Args:
         table: Carries out commands.
         costs: The numbers for decisions on sharing.
-        shares: Whether prefixes may be shared; else every context has its own slot.
+        shares: Whether prefixes may be shared; otherwise every context has a slot of its own.
 
     Attributes:
-        tree: What is kept.
+        tree: The kept segments.
     """
 
     def __init__(
@@ -77,19 +79,19 @@ class Planner(Generic[A]):
         return min(self.tree.start_of(sequence)[1], sequence.latest_start)
 
     def batch_cost(self) -> BatchCost[Any]:
-        """What further sequences cost in a batch with these, at the most: what several of them
-        would save together is not counted."""
+        """An upper bound for the cost of adding sequences to a batch. It does not count what
+        several new sequences would save together."""
         return BatchCost(self._costs.waiting, nests=True)
 
     # --- batches ----------------------------------------------------------------------------------
 
     def batches(self, sequences: Sequence[A]) -> Iterator[list[Placement[A]]]:
-        """Place all of some distinct sequences, each of which :meth:`fits`, batch by batch. Compute
-        and :meth:`commit` each batch before the next one.
+        """Place distinct sequences, each of which :meth:`fits`, batch by batch. Compute and
+        :meth:`commit` each batch before the next one.
 
         Raises:
-            PluginError: one does not fit.
-            Exception: the table's; the current batch is not placed then.
+            PluginError: a sequence does not fit.
+            Exception: an error of the table. The current batch is not placed then.
         """
         left: Sequence[int] = range(len(sequences))
         while left and (batch := self.place(sequences, left)):
@@ -105,15 +107,15 @@ class Planner(Generic[A]):
     def place(
         self, sequences: Sequence[A], indices: Sequence[int] | None = None
     ) -> list[Placement[A]]:
-        """Place as many of some distinct sequences as fit together, without those that are inside
-        of one of these or should wait for it: at least one, if each :meth:`fits`.
+        """Place as many of some distinct sequences as fit together: at least one, if each
+        :meth:`fits`. Sequences that are inside a placed one, or should wait for it, are left out.
 
         Args:
             sequences: All sequences.
-            indices: Those to place, if not all.
+            indices: The indices of the sequences to place; ``None`` means all.
 
         Raises:
-            Exception: the table's; nothing is placed then.
+            Exception: an error of the table. Nothing is placed then.
         """
         self.abandon()
         located = self._located(sequences, range(len(sequences)) if indices is None else indices)

@@ -32,19 +32,18 @@ def scored_sequences(
 
 
 class ScoredRows:
-    """Which rows to compute for scores, and which scores each of them gives. Where continuations
-    begin alike, as those of a list of candidates do, they have rows in common, which one of them
-    computes.
+    """The rows to compute for scores, and the scores that each row gives. Continuations with a
+    common prefix, such as a list of candidates, have rows in common, which are computed once.
 
-    Scores are counted through: those of the first continuation, then those of the second.
+    Scores are numbered through: first those of the first continuation, then those of the second.
 
     Args:
-        sequences: See :func:`scored_sequences`.
-        continuations: Of each of them.
+        sequences: The sequences of :func:`scored_sequences`.
+        continuations: The continuation of each sequence.
         cut: Cuts a sequence whose rows must not come from one forward.
 
     Attributes:
-        pieces: What to compute: of the sequences what is their own.
+        pieces: The sequences to compute, each without the rows that it shares with an earlier one.
     """
 
     def __init__(

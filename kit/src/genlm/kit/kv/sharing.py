@@ -21,29 +21,31 @@ class SharingCosts:
     """The numbers for decisions on sharing, in positions unless noted.
 
     Attributes:
-        step: Columns are allotted in steps of this many.
-        waiting: Sequences wait for another one of the batch if that computes for them at least this
-            many tokens, in all: as many as take as long as a forward more.
-        sharing: Forks share their parent's state as a trunk if that saves this many positions of
-            copies in all. Else it is copied: in every layer of every forward a trunk costs one more
-            product, which takes as long as attention over this many positions in slots.
-        product: One more context shares the first positions of a trunk if they are at least this
-            many.
-        trunk: What is shared by forks becomes a trunk if it has at least this many. So does every
-            slot of at least this many that is much longer than others, because all slots are as
-            long as the longest; and where half of the budget is spent, if that saves room.
-        waste: The table may take up to this many times the positions in it; if more, the longest
+        step: The granularity of allotted columns.
+        waiting: Sequences wait for another sequence of the batch if its state saves them at least
+            this many tokens in all: as many as take as long as one more forward.
+        sharing: The state that forks share becomes a trunk if this saves copies of at least this
+            many positions in all; otherwise it is copied. A trunk costs one more product in every
+            layer of every forward, which takes as long as attention over this many positions in
+            slots.
+        product: The fewest leading positions of a trunk that one more context shares.
+        trunk: The prefix that forks share becomes a trunk if it has at least this many positions.
+            So does every slot of at least this many that is much longer than the others, because
+            all slots are as long as the longest; and every such slot once half of the budget is
+            used, if that saves room.
+        waste: How many times the room of its positions the table may take. Beyond that, the longest
             slots become trunks.
-        spare: Each slot may take this many more.
+        spare: How many positions more each slot may take.
         collecting: The common prefix of slots becomes a trunk, to save memory, if it has at least
-            this many.
-        outliers: The most shorter slots that become trunks because they are longer than the others.
-        path: The most trunks below a context, usually.
-        plenty: While less than half of the budget is taken, only what saves or wastes this many
-            positions becomes a trunk: for devices that would launch more kernels for it than they
-            need for so many positions.
-        each: A sequence waits only for at least this many tokens of its own, so that those which
-            grow by few are not compared. Scores are, and wait for two.
+            this many positions.
+        outliers: How many slots shorter than ``trunk`` may become trunks because they are longer
+            than the others.
+        path: How many trunks a context usually has at most.
+        plenty: While less than half of the budget is used, state becomes a trunk only if this saves
+            at least this many positions. It is for devices on which a trunk takes longer to launch
+            than so many positions take to compute.
+        each: A sequence waits only if another one computes at least this many of its tokens, so
+            that sequences which grow by few tokens are not compared. Scores wait for two.
     """
 
     step: int = 32
