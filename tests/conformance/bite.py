@@ -29,7 +29,8 @@ from genlm.conformance.subject import SHRINKING
 from genlm.core.errors import EngineDeadError
 from genlm.core.mock import ContinuousMockEngine, MockEngine
 
-from .faulty import PATIENCE, Faulty, OfARealModel, OfTheMock, of_a_mutant
+from .blind import BLIND, SOUND
+from .faulty import PATIENCE, Faulty, OfABlindEngine, OfARealModel, OfTheMock, of_a_mutant
 from .mutants import MUTANTS
 from .mutants.contention import Woken
 from .mutants.working_engine import WorkingEngine
@@ -65,6 +66,8 @@ def suites(real: bool = True) -> dict[str, Callable[[float], Faulty]]:
     made: dict[str, Callable[[float], Faulty]] = {
         f"mock.{name}": functools.partial(of_a_mutant, mutant) for name, mutant in MUTANTS.items()
     }
+    for name, mutant in BLIND.items():
+        made[f"blind.{name}"] = functools.partial(OfABlindEngine, mutant.engine)
     if real and has_hf():
         from .mutants import of_a_real_model
 
@@ -85,6 +88,7 @@ def clean() -> dict[str, Callable[[float], Faulty]]:
         "clean.continuous": functools.partial(OfTheMock, ContinuousMockEngine),
         "clean.working": functools.partial(OfTheMock, WorkingEngine),
         "clean.woken": functools.partial(OfTheMock, Woken),
+        **{f"clean.{name}": functools.partial(OfABlindEngine, SOUND[name]) for name in SOUND},
     }
     if has_hf():
         from genlm.hf.engine import HFEngine

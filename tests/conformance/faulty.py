@@ -85,6 +85,32 @@ def of_a_mutant(mutant: Mutant, effort: float) -> OfTheMock:
     return suite
 
 
+class OfABlindEngine(Faulty):
+    """The suite on an engine that was written without sight of it."""
+
+    backend = "mock"
+    model = "mock"
+
+    def __init__(self, engine: Callable[[], Any], effort: float) -> None:
+        self.engine = engine
+        self.effort = effort
+        self.window = getattr(engine, "window", None)
+        self.adapters = two_files()
+
+    def load(self, **core: Any) -> AsyncLM:
+        refuse_unknown("mock", self.options, ())
+        return AsyncLM(self.engine, backend="mock", **core)
+
+
+@functools.cache
+def two_files() -> dict[str, str]:
+    """Adapters of engines that make anything of a file."""
+    folder = Path(tempfile.mkdtemp())
+    for name in "ab":
+        (folder / name).write_text(name)
+    return {name: str(folder / name) for name in "ab"}
+
+
 class OfARealModel(Faulty):
     """The suite on a faulty tiny model behind genlm-hf."""
 
