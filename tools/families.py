@@ -94,7 +94,7 @@ def said(outcome: Outcome | None) -> str:
     if outcome.outcome != "refused":
         return "no small model"
     if not DOES_NOT_LOAD.search(outcome.why):
-        return "refused on a CPU" if ON_A_CPU.search(outcome.why) else "refused"
+        return "rejected on a CPU" if ON_A_CPU.search(outcome.why) else "rejected"
     return "no kernel" if NO_KERNEL.search(outcome.why) else "does not load"
 
 
