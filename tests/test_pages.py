@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import structlog
@@ -132,6 +133,19 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
         and anchor not in anchors(page.parent / link if link else page)
     ]
     assert not lost
+
+
+PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+\.svg)\)")
+PICTURES = [
+    (page, *found) for page in ON_GITHUB for found in PICTURE.findall(page.read_text("utf-8"))
+]
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize(("page", "text", "file"), PICTURES)
+def test_picture_is_svg_and_has_a_text_alternative(page: Path, text: str, file: str) -> None:
+    assert len(text.split()) > 10, "say what a reader would see"
+    assert ElementTree.parse(page.parent / file).getroot().tag.endswith("svg")
 
 
 # --- options --------------------------------------------------------------------------------------

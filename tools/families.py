@@ -91,6 +91,8 @@ def said(outcome: Outcome | None) -> str:
         return ""
     if outcome.outcome == "right":
         return f"right, {outcome.limit}" if outcome.limit else "right"
+    if outcome.outcome == "fails by itself":
+        return "no reference"
     if outcome.outcome != "refused":
         return "no small model"
     if not DOES_NOT_LOAD.search(outcome.why):

@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 
 from genlm.core.context import BLOCK_TOKENS, Context, TokenIds, are_ints
 
-#: By how many of its last ids a context is looked up.
+#: How many of its last token ids, with its length, are the key of a known context.
 ENDING_TOKENS = 16
 
 

@@ -8,7 +8,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-#: What takes this many times longer is worth a remark.
+#: From this ratio of two times on, `genlm doctor` advises the faster way.
 SLOWER_RATIO = 1.2
 
 #: How often the sides take turns, and for how many seconds each time.

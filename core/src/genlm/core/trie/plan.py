@@ -20,7 +20,7 @@ from genlm.core.trie.nodes import Ints, Nodes, count_up
 
 Indices = npt.NDArray[np.intp]
 
-#: The most blocks at the top of the tree: a level of fewer takes as long as an empty one.
+#: The most blocks at the top of the tree. A level of fewer blocks takes as long as an empty one.
 MAX_TOP_BLOCKS = 16
 
 

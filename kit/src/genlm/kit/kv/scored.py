@@ -9,8 +9,8 @@ from genlm.core.types import Query
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.prefixes import PrefixIndex, tokens_in
 
-#: A sequence takes rows from another one if that has at least this many of them, or all: the first
-#: is the context's own, and a start one token later than that of others is not worth it.
+#: A sequence takes rows from another one if that gives it at least this many rows, or all of them.
+#: The first row is the context's own: to start one token later than others is not worth it.
 MIN_ROWS_TAKEN = 2
 
 #: For each row the scores that it gives.

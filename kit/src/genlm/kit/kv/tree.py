@@ -12,7 +12,7 @@ from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.prefixes import key_of, nearest_of, prefix_of, tokens_in
 from genlm.kit.segments import Segment, Slot, Trunk
 
-#: Of more than one in so many that have changed, all are sorted anew.
+#: If more than one key in this many has changed, all keys are sorted again.
 KEYS_PER_CHANGE = 16
 
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 logger = get_logger()
 
-#: Slots are looked at for what they have in common, or for the longest, if one in so many is new.
+#: Common prefixes and slots that are too long are looked for once one slot in this many is new.
 SLOTS_PER_NEW_SLOT = 8
 
 

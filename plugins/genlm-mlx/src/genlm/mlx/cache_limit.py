@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-#: Without a limit: how much is kept in all, relative to the largest batch (two groups of contexts
-#: can take turns, even if one has longer contexts), and the least bytes to keep besides any batch.
+#: Without a limit, the state in all may take this many times what the largest batch took, so that
+#: two groups of contexts can take turns, even if one has longer contexts.
 KEPT_PER_LARGEST_BATCH = 5 / 2
+
+#: Without a limit, at least this many bytes may be kept besides any batch.
 MIN_KEPT_BYTES = 64 << 20
 
 

@@ -18,7 +18,7 @@ from genlm.mlx.windows import windows_of
 #: copied at once, which costs less per slot in MLX, because no slot has to be cut out.
 SLOTS_PER_FORK = 6
 
-#: The limit stays while the next one is lower by no more than one in this many.
+#: A limit stays while the next one is lower by at most one part in this many.
 LIMIT_SLACK_DIVISOR = 8
 
 

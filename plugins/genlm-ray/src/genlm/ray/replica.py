@@ -46,13 +46,14 @@ Method = Callable[..., Coroutine[Any, Any, Any]]
 WATCH = "watch"
 in_watch: Callable[[Method], Method] = ray.method(concurrency_group=WATCH)
 
-#: Seconds for which suspects of one program keep those of another waiting at most.
+#: The most seconds for which suspects of one program keep suspects of another program waiting.
 TURN_SECONDS = 10.0
 
 #: The package that transformers makes of the code of models.
 OWN_CODE = "transformers_modules"
 
-#: Seconds from the last word to the end of the process, in which that leaves.
+#: Seconds between the last message of a replica and the end of its process: the message is sent
+#: in this time.
 FAREWELL_SECONDS = 0.5
 
 

@@ -18,7 +18,8 @@ from genlm.ray.member import Member, State
 #: counts as dead.
 PULSE, SILENT = 10.0, 6
 
-#: After how many times that a replica drops what a program has there that it has not heard of.
+#: After how many pulses without a message a replica drops the adapters and the pinned prompts of a
+#: program.
 LEASE_PULSES = 4
 
 #: How often a replica may refuse to load, one time after the other, before it counts as lost. One

@@ -13,10 +13,10 @@ from genlm.kit.memory import available_memory
 
 log = get_logger()
 
-#: The least that is taken, bytes.
+#: The fewest bytes that the KV cache takes.
 MIN_CACHE_BYTES = 2 << 30
 
-#: What part of the memory that is free may be taken for one context of the model's longest.
+#: The largest share of the free memory that room for one context of full length may take.
 FREE_MEMORY_SHARE = 0.5
 
 #: Options by which a user says how large the cache is.
