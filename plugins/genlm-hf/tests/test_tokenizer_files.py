@@ -107,6 +107,14 @@ def test_a_model_of_a_tokenizer_that_does_not_merge_what_it_has_whole_is_the_fil
     assert tokenizer.tokenize("a HelloWorld") == ["a", "ĠHelloWorld"]
 
 
+def test_a_file_that_cuts_texts_is_followed_all_the_same(tmp_path):
+    made = byte_level()
+    made.enable_truncation(3)
+    tokenizer, events = followed(write(tmp_path, made, "GPT2Tokenizer"))
+    assert [event["event"] for event in events] == ["tokenizer.corrected"]
+    assert tokenizer.tokenize(TEXT) == ["202", "3", "ĊĊ", "x"]
+
+
 def _no_difference(folder: Path) -> Path:
     made = byte_level()
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -4,7 +4,7 @@ another."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def follow_file(
     was trained on. Then the file's replace the class's, and the log says so.
 
     A beginning of the text that differs is no difference: options change it, such as
-    ``add_prefix_space``. Nor are special tokens looked at.
+    ``add_prefix_space``. Nor are added tokens looked at.
 
     Args:
         tokenizer: What transformers has loaded; changed in place. A tokenizer of another kind, or
@@ -66,13 +66,8 @@ def follow_file(
         differing = _differing(backend, defined)
         if differing is None:
             return
-        former = {name: getattr(backend, name) for name in COMPONENTS}
         for name in COMPONENTS:
             setattr(backend, name, getattr(defined, name))
-        if _differing(backend, defined) is not None:  # something else splits, such as added tokens
-            for name, component in former.items():
-                setattr(backend, name, component)
-            return
     except Exception as error:  # the library raises nothing more specific
         log.info("tokenizer.unread", file=str(file), error=describe_error(error)[:200])
         return
@@ -124,16 +119,21 @@ def _definition(component: Any) -> Any:
 
 def _differing(backend: Any, defined: Any) -> str | None:
     """A text that two tokenizers split otherwise."""
-    for text in TEXTS:
-        one, other = (_ids(each, ANCHOR + text) for each in (backend, defined))
-        if one != other:
-            return text
-    return None
+    ids = _splitting(backend), _splitting(defined)
+    return next((text for text in TEXTS if ids[0](text) != ids[1](text)), None)
 
 
-def _ids(backend: Any, text: str) -> list[int]:
-    """The tokens behind the anchor."""
-    encoded = backend.encode(text, add_special_tokens=False)
-    return [
-        token for token, (start, _) in zip(encoded.ids, encoded.offsets, strict=True) if start > 0
-    ]
+def _splitting(tokenizer: Any) -> Callable[[str], list[int]]:
+    """The tokens of a text behind the anchor, without added tokens, and whole: calls of another
+    thread may have set an option to cut it."""
+    from tokenizers import Tokenizer
+
+    bare = Tokenizer(tokenizer.model)
+    bare.normalizer, bare.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+
+    def ids(text: str) -> list[int]:
+        encoded = bare.encode(ANCHOR + text)
+        places = zip(encoded.ids, encoded.offsets, strict=True)
+        return [token for token, (start, _) in places if start > 0]
+
+    return ids
