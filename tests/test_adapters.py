@@ -36,14 +36,14 @@ def lm(mock):
     return lm
 
 
-def test_what_others_have_cached_stays_when_an_adapter_goes(lm, gate):
+def test_removing_an_adapter_keeps_other_cached_rows(lm, gate):
     lm.next_token_logprobs_sync([1])
     lm.remove_lora("a")
     lm.next_token_logprobs_sync([1])
     assert gate.batches == [[(1,)]]
 
 
-async def test_what_was_asked_before_a_rebinding_is_answered_by_the_old_adapter(mock):
+async def test_request_made_before_a_rebinding_uses_the_old_adapter(mock):
     lm = mock()
     lm.add_new_lora("path/old", "a")
     asked = asyncio.ensure_future(lm.next_token_logprobs([1], lora_name="a"))

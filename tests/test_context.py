@@ -78,7 +78,7 @@ def test_contexts_with_the_same_hash_are_compared(other):
 
 
 @pytest.mark.parametrize("length", [1, 2, BLOCK_TOKENS, BLOCK_TOKENS + 3, 3 * BLOCK_TOKENS + 5])
-def test_it_starts_with_its_first_ids_and_with_no_others(length):
+def test_context_starts_with_its_first_ids_only(length):
     ids = ids_of(3 * BLOCK_TOKENS + 5)
     context = Context(ids, 258)
     assert context.starts_with(Context(ids[:length], 258))
@@ -106,7 +106,7 @@ def test_parts_are_the_ids_and_are_shared_with_extensions(length):
     assert all(mine is its for mine, its in shared)
 
 
-def test_it_goes_wherever_token_ids_go_and_shares_their_rows(mock, gate):
+def test_context_is_accepted_wherever_token_ids_are(mock, gate):
     lm = mock()
     context = lm.context([1]).extend(2)
     row = lm.next_token_logprobs_sync(context)
@@ -142,7 +142,7 @@ def test_a_context_that_was_not_checked_for_this_model_is_checked_again(mock, co
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_its_first_tokens_are_counted_as_a_slice_counts_them(length):
+def test_first_counts_tokens_as_a_slice_does(length):
     ids = ids_of(length)
     for context in (Context(ids, 258), Context(ids[:1], 258).followed_by(ids[1:])):
         for first in (0, 1, BLOCK_TOKENS, length, length + 1, -1, -BLOCK_TOKENS, -length - 1):
@@ -157,7 +157,7 @@ def test_a_context_too_long(mock):
         lm.next_token_logprobs_sync(context.extend(3))
 
 
-def test_it_is_a_sequence():
+def test_context_is_a_sequence():
     context = Context((1, 2, 3), 258)
     assert (len(context), context[0], context[-1], context[1:]) == (3, 1, 3, (2, 3))
     assert list(context) == [1, 2, 3]

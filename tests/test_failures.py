@@ -258,7 +258,7 @@ def test_two_models_whose_hooks_wait_for_tasks_of_each_other_do_not_hang(mock, t
     first.close(), second.close()
 
 
-def test_a_circle_of_three_models_is_noticed_by_the_one_that_would_close_it():
+def test_circle_of_three_models_raises_in_the_last_one():
     one, two, three = Asker("one"), Asker("two"), Asker("three")
     one.waiting_for(two)
     end = two.waiting_for(three)
@@ -378,9 +378,7 @@ def test_a_draw_that_is_interrupted_before_it_begins_asks_nothing(mock, gate, mo
 
 
 @both
-async def test_where_several_rows_of_a_call_fail_one_error_is_raised_and_nobody_hears_of_the_others(
-    mock, continuous
-):
+async def test_batch_call_raises_one_of_several_errors_and_logs_no_other(mock, continuous):
     lm = mock(fail_on=lambda query: query.token_ids[0] > 1, continuous=continuous)
     complaints = []
     loop = asyncio.get_running_loop()
@@ -441,7 +439,7 @@ def test_pinned_prompts_are_pinned_again_after_a_failure(forgetful):
     assert pinned_after_a_failure(engine, lm) == {(4,)}
 
 
-def test_a_prompt_that_cannot_be_pinned_again_is_given_up_and_takes_no_other_along(forgetful):
+def test_prompt_that_cannot_be_pinned_again_is_given_up_alone(forgetful):
     engine, lm = forgetful
     engine.no_room_for = {(2,)}
     assert pinned_after_a_failure(engine, lm) == {(1,), (3,)}

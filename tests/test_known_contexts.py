@@ -38,7 +38,7 @@ def test_a_list_is_the_context_of_its_ids(asked):
         kept.append(context)
 
 
-def test_one_token_more_is_known_by_its_parent_while_that_lives(mock):
+def test_list_with_one_token_more_is_found_while_its_parent_lives(mock):
     lm = mock()
     first = lm.context(LONG)
     assert lm.context(LONG) is first

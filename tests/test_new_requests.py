@@ -27,14 +27,14 @@ def test_prefixes_wait_for_the_longest_request():
     assert wait == {ids for ids in new if MIN_TOKENS_TO_WAIT < len(ids) < 20}
 
 
-def test_nobody_waits_for_less_than_a_forward():
+def test_requests_do_not_wait_if_they_save_less_than_a_forward():
     new = keys(*((*START, last) for last in range(2)))
     assert not Leaders(TOKENS_PER_FORWARD).waiting({}, new, nothing), "it saves 20 tokens"
     assert Leaders(20).waiting({}, new, nothing)
     assert tokens_per_forward("cuda") > tokens_per_forward("cpu") == TOKENS_PER_FORWARD
 
 
-def test_nobody_waits_for_few_tokens_of_its_own():
+def test_request_does_not_wait_for_few_tokens():
     new = keys(*((*START, last) for last in range(60)))
     assert not Leaders(TOKENS_PER_FORWARD).waiting(
         {}, new, lambda one, shared: shared - MIN_TOKENS_TO_WAIT + 1
@@ -51,7 +51,7 @@ def test_another_adapter_begins_otherwise():
     assert not Leaders(1).waiting({}, new, nothing)
 
 
-def test_they_wait_for_one_that_is_under_way_and_no_longer():
+def test_requests_wait_for_a_begun_request_until_it_ends():
     leaders: Leaders = Leaders(TOKENS_PER_FORWARD)
     begun, new = keys((*START, 1)), keys((*START, 2), (*START, 3))
     for _ in range(3):
@@ -73,7 +73,7 @@ def test_request_that_waited_in_vain_does_not_wait_again(fate):
     assert not leaders.waiting({}, left if fate == "leaves" else new, nothing) & {others[0]}
 
 
-def test_they_wait_for_one_before_them_until_its_turn_comes():
+def test_requests_wait_for_an_earlier_one_that_has_not_begun():
     """As where a step has no room for all prompts."""
     leaders: Leaders = Leaders(TOKENS_PER_FORWARD)
     first, *others = new = keys(*((*START, last) for last in range(5)))

@@ -103,7 +103,9 @@ class Asked(MockAsyncLM):
     target=text(1, 6),
 )
 @settings(max_examples=80)
-def test_it_is_the_sum_over_all_tokenisations(vocab, special, seed, spread, context, target):
+def test_next_bytes_probability_is_the_sum_over_all_tokenisations(
+    vocab, special, seed, spread, context, target
+):
     random = Random(vocab, {i for i in special if i < len(vocab)}, seed, spread)
     context = [i % len(random) for i in context]
     ways = list(random.tokenisations(target))

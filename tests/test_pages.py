@@ -56,7 +56,7 @@ READMES = [*ROOT.glob("co*/README.md"), *ROOT.glob("plugins/*/README.md")]
 @pytest.mark.parametrize(
     "page", [*PAGES, *READMES], ids=lambda page: page.relative_to(ROOT).as_posix()
 )
-def test_what_a_block_names_stands_before_it(page: Path) -> None:
+def test_names_of_a_block_are_bound_before_it(page: Path) -> None:
     known = {*vars(builtins)}
     for block in FENCED.findall(page.read_text("utf-8")):
         bound, read = names(block)

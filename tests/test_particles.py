@@ -49,7 +49,7 @@ def test_a_particle_has_the_probabilities_of_all_that_was_drawn(mock, how, propo
         assert {p.stop_token_id for p in particles} == {None, END}
 
 
-def test_they_are_the_draws_of_a_batch_of_the_same_prompt(mock) -> None:
+def test_particles_equal_the_draws_of_batch_sample(mock) -> None:
     lm = mock()
     how = {"eos_token_ids": [], "seed": 4, "top_k": 30}
     particles = lm.sample_particles_sync([1, 2], 6, 9, **how)

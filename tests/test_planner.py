@@ -409,7 +409,7 @@ class PlannerMachine(RuleBasedStateMachine):
         assert self.lost or not any(POISON in slot for slot in slots)
 
 
-def test_any_sequence_of_plans_keeps_what_it_says() -> None:
+def test_any_sequence_of_plans_keeps_the_state_that_it_names() -> None:
     """It takes long because all that is kept is read and compared after every step of 250
     programs."""
     some = settings(
@@ -477,7 +477,7 @@ def test_a_trunk_that_two_sequences_compute_is_kept_once() -> None:
     assert kept.tree.positions == 0
 
 
-def test_what_is_not_pinned_can_be_dropped() -> None:
+def test_drop_unpinned_keeps_the_pinned_contexts() -> None:
     kept = Kept(budget=1000)
     ask(kept, [1] * 30, [2] * 30)
     assert kept.pin(Wanted([1] * 30))
@@ -515,7 +515,7 @@ def test_room_beside_a_trunk_is_used() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_while_there_is_plenty_of_room_only_what_saves_much_becomes_a_trunk(known: bool) -> None:
+def test_few_trunks_are_made_while_memory_is_plenty(known: bool) -> None:
     prompt = [1] * 600
 
     def trunks(budget: int, forks: int) -> int:
@@ -593,7 +593,7 @@ def test_a_known_sequence_is_not_inside_of_one_that_starts_behind_it() -> None:
     assert [(one.index, one.start, len(one.inside)) for one in batch] == [(0, 2, 0), (1, 5, 1)]
 
 
-def test_what_is_inside_waits_with_the_one_that_it_is_inside_of() -> None:
+def test_sequence_inside_a_waiting_one_waits_with_it() -> None:
     kept = Kept(budget=10_000, costs=SharingCosts())
     start = [*range(100)]
     asked = [Wanted([*start, at, at][:length]) for at in (7, 8, 9) for length in (101, 102)]
@@ -632,7 +632,7 @@ def test_slot_that_gave_way_to_an_equal_trunk_is_not_split_again() -> None:
 
 
 @pytest.mark.parametrize("call", ["place", "pin"])
-def test_what_a_later_call_has_given_up_cannot_be_committed(call: str) -> None:
+def test_batch_given_up_by_a_later_call_cannot_be_committed(call: str) -> None:
     kept = Kept(budget=1000)
     given = Wanted([2] * 3)
     batch = kept.place([given])

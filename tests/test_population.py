@@ -39,7 +39,7 @@ def test_all_forms_of_a_program_give_the_same_particles(mock, options):
         assert other[1] == pytest.approx(constant, abs=1e-9)
 
 
-def test_so_they_do_with_an_adapter_a_wrapper_and_no_cache(mock):
+def test_population_with_adapter_wrapper_and_no_cache_is_right(mock):
     def sharper(queries, rows):
         return (1.3 * rows).log_softmax(-1)
 

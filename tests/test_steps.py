@@ -54,7 +54,7 @@ def test_a_request_equal_to_one_in_flight_shares_its_answer():
         assert (lm.stats.requests, lm.stats.rows, lm.stats.dedup_hits) == (2, 1, 1)
 
 
-def test_nothing_joins_a_cold_row():
+def test_no_request_joins_a_cold_row():
     engine = Elsewhere()
     with opened(engine) as (lm, submit):
         cold = submit(lm.next_token_logprobs_uncached, [1])

@@ -61,7 +61,7 @@ def test_text_goes_in_and_out_after_closing_too(mock):
         ),
     ],
 )
-def test_what_is_no_text_and_no_conversation_is_refused(mock, method, given, said):
+def test_invalid_text_or_conversation_is_rejected(mock, method, given, said):
     with pytest.raises(InvalidInputError, match=said):
         getattr(mock(), method)(given)
 

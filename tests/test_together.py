@@ -131,7 +131,7 @@ def shared(rows, values):
 
 
 @BOTH
-def test_what_a_function_writes_into_its_rows_nobody_else_sees(mock, options):
+def test_writes_of_a_function_into_its_rows_change_no_other_row(mock, options):
     lm = mock(**options)
     before = mock(cache_size=0).next_token_logprobs_sync([5])
     _, row = gathered(lm.next_token_logprobs([5], then=shared("a")), lm.next_token_logprobs([5]))
@@ -150,7 +150,7 @@ def inverse(rows, numbers):
 
 
 @BOTH
-def test_only_those_fail_for_whom_the_function_raises(mock, options):
+def test_exception_of_a_function_fails_only_the_callers_that_cause_it(mock, options):
     lm = mock(**options)
     numbers = [0 if at in (3, 17) else at for at in range(1, 33)]
     outcomes = gathered(
@@ -435,7 +435,7 @@ def test_an_engine_with_nothing_but_rows_has_it_too(ranked):
         assert lm.next_token_logprobs_sync([4], then=ranked.then(1)) == Ranked.of(row_of(4), 1)
 
 
-def test_it_is_known_by_the_function_s_name_and_text():
+def test_together_keeps_the_name_and_docstring_of_the_function():
     assert (shared.__name__, shared.__doc__) == (
         "shared",
         "Writes into its rows, which are its own.",

@@ -93,7 +93,7 @@ def test_an_error_in_the_block_leaves_a_trace(mock, path):
     assert len(named(recorded(path), "request", "b")) == 1
 
 
-def test_one_trace_at_a_time(mock, path, tmp_path):
+def test_second_trace_of_a_model_is_rejected(mock, path, tmp_path):
     lm = mock()
     with lm.trace(path):
         with (
@@ -106,7 +106,7 @@ def test_one_trace_at_a_time(mock, path, tmp_path):
     assert len(named(recorded(path), "request", "b")) == 1
 
 
-def test_a_block_holds_what_happened_in_it(mock, path):
+def test_trace_holds_the_events_of_its_block(mock, path):
     lm = mock()
     trace = lm.trace(path)
     for context in ([1], [1, 2]):

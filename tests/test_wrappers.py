@@ -63,7 +63,7 @@ def test_wrappers_are_told_apart_by_identity():
 
 
 @pytest.mark.parametrize("how", ["inference", "expanded", "kept"])
-def test_what_a_processor_returns_may_be_written_into_by_the_next(how):
+def test_next_processor_may_write_into_the_rows_of_the_one_before(how):
     table = torch.randn(1, 258).log_softmax(-1)
 
     def given(queries, rows):
@@ -121,7 +121,7 @@ def test_a_row_whose_mass_is_all_on_tokens_that_the_model_lacks_has_none():
 
 @engines
 @pytest.mark.parametrize("check", [None, True])
-def test_of_several_the_one_whose_rows_are_not_normalised_is_named(engine, check):
+def test_error_names_the_processor_whose_rows_are_not_normalised(engine, check):
     def sharpened(queries, rows):
         return 2 * rows
 
@@ -192,7 +192,7 @@ class PanicException(BaseException):
         (StopIteration(), "StopIteration"),
     ],
 )
-def test_what_a_processor_raises_names_it_and_concerns_one_request_alone(engine, raised, said):
+def test_error_of_a_processor_names_it_and_fails_one_request(engine, raised, said):
     def choose(queries, rows):
         if any(query.token_ids[0] == 2 for query in queries):
             raise raised

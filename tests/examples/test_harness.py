@@ -119,7 +119,7 @@ def test_a_context_begins_as_the_tokenizer_begins_texts_and_once(begins, begun):
     assert begins.generate_until(drawn) == theirs.generate_until(drawn)
 
 
-def test_what_is_left_of_a_long_text_begins_as_the_tokenizer_begins_texts(begins):
+def test_windows_of_a_long_text_begin_with_the_tokenizers_first_token(begins):
     """Each window, and a prompt that loses its beginning."""
     lm, text = begins.lm, "The quick brown fox jumps over it."
     ids = lm.encode(text, add_special_tokens=False)

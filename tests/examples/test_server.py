@@ -125,7 +125,7 @@ def test_a_continuation_inside_a_word_is_encoded_alone_or_refused(example, lm, m
         encoded(lm, "He", "llo")
 
 
-def test_what_takes_too_long_is_an_error_and_the_next_answer_is_right(example, lm):
+def test_timeout_is_an_error_and_the_next_answer_is_right(example, lm):
     with serving(example("server").app_of(lm, seconds=0.05)) as client:
         lm.may_compute.clear()
         late = client.post("/top", json={"text": "a"})
@@ -150,7 +150,7 @@ def test_a_stream_that_stops_ends_with_a_line_that_its_client_can_read(example, 
     assert "no token within 0.05 s" in line
 
 
-def test_of_a_client_who_leaves_nothing_more_is_drawn(client, lm):
+def test_disconnected_client_stops_its_draw(client, lm):
     asked = {"text": "a", "max_tokens": 10**6}
     with client.stream("POST", "/draw", json=asked) as answer:
         next(answer.iter_bytes())

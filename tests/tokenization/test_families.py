@@ -159,6 +159,6 @@ def test_slow_tokenizers(vocab, attributes, expected):
         (object(), "object is not a tokenizer of a known family"),
     ],
 )
-def test_what_is_of_no_known_family_is_refused(tokenizer, reason):
+def test_tokenizer_of_an_unknown_family_is_refused(tokenizer, reason):
     with pytest.raises(VocabularyError, match=f"Could not decode byte representation .*{reason}"):
         decode_vocab(tokenizer)

@@ -69,7 +69,7 @@ def test_concurrent_calls_are_one_kernel_call_for_each_operation(trie, watched, 
     assert np.array_equal(answers[5:], plain.batch_weight_max(weights))
 
 
-def test_what_is_asked_while_the_kernel_works_makes_the_next_batch(trie, watched, weights):
+def test_requests_made_while_the_kernel_works_are_the_next_batch(trie, watched, weights):
     async def ask():
         watched.go_on.clear()
         first = asyncio.ensure_future(trie.weight_sum(weights[0]))
@@ -122,7 +122,7 @@ def test_cancelling_a_caller_leaves_the_others_alone(trie, watched, weights):
     assert np.array_equal(others, trie.trie.batch_weight_sum(weights[1:]))
 
 
-def test_it_works_in_several_event_loops_at_once_and_one_after_the_other(trie, weights):
+def test_async_trie_works_in_several_event_loops(trie, weights):
     answers = {}
 
     def run(index):
@@ -138,7 +138,7 @@ def test_it_works_in_several_event_loops_at_once_and_one_after_the_other(trie, w
         assert np.array_equal([answers[i][again] for i in range(4)], expected)
 
 
-def test_it_works_again_after_a_shutdown(trie, weights):
+def test_async_trie_works_again_after_a_shutdown(trie, weights):
     async def ask():
         trie.start()
         before = await trie.weight_sum(weights[0])
@@ -167,7 +167,7 @@ def test_a_shutdown_fails_what_still_waits(trie, watched, weights):
     assert np.array_equal(asyncio.run(ask()), trie.trie.weight_sum(weights[0]))
 
 
-def test_one_that_nobody_holds_any_more_ends_its_thread(vocabulary, weights):
+def test_unreferenced_async_trie_ends_its_thread(vocabulary, weights):
     trie = AsyncTokenCharacterTrie.from_vocab(vocabulary, backend="sequential")
     before = {*threading.enumerate()}
     trie.start()
@@ -230,7 +230,7 @@ def test_backends(vocabulary):
         AsyncTokenCharacterTrie.from_vocab(vocabulary, backend="serial")
 
 
-def test_what_is_no_trie_is_refused():
+def test_async_trie_over_another_object_is_rejected():
     with pytest.raises(InvalidInputError, match=r"call from_vocab\(vocab\); got \[b'a'\]"):
         AsyncTokenCharacterTrie([b"a"])
 

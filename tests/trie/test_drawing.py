@@ -70,7 +70,7 @@ def test_a_symbol_that_is_no_byte_is_written_as_it_is():
     assert "'256'" in TokenCharacterTrie([(256,)]).draw()
 
 
-def test_what_cannot_be_drawn_is_refused(trie):
+def test_drawing_with_invalid_arguments_is_rejected(trie):
     with pytest.raises(InvalidInputError, match="weights by node"):
         trie.draw(WEIGHTS)
     for most in (0, None, "5"):

@@ -272,7 +272,7 @@ def test_frequencies_that_no_setting_gives_are_divided(tmp_path: Path) -> None:
     torch.testing.assert_close(row, expected, atol=1e-3, rtol=0)
 
 
-def test_what_nothing_takes_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_gguf_setting_is_refused_by_name(tmp_path: Path) -> None:
     model = build(LlamaConfig(**SIZES))
     tried: tuple[tuple[str, dict[str, Any], dict[str, Any], str], ...] = (
         ("tensor", {}, {"blk.0.attn_q_norm.weight": [1.0] * 16}, r"blk\.0\.attn_q_norm\.weight"),

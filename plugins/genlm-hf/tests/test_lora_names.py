@@ -217,7 +217,7 @@ def test_a_layer_of_the_text_model_that_the_file_lacks(
     check_refused(llava, tmp_path, r"lacks the matrices of model\..*q_proj")
 
 
-def test_of_another_model_altogether(tiny: str, tmp_path: Path) -> None:
+def test_adapter_of_another_model_is_refused(tiny: str, tmp_path: Path) -> None:
     write(tmp_path, {"transformer.h.0.attn.c_attn": (32, 96)}, target_modules=["c_attn"])
     base = AutoModelForCausalLM.from_pretrained(tiny)
     check_refused(base, tmp_path, r"made for another model: it adapts transformer")

@@ -95,7 +95,7 @@ def test_beside_a_long_new_request_no_key_of_those_that_grow_is_made(
     assert set(keyed) <= {(*new_request,)[:stop] for stop in range(61)}
 
 
-def test_what_grows_by_two_tokens_shares_the_first_with_another(llama: Any) -> None:
+def test_context_that_grows_by_two_shares_the_first_token(llama: Any) -> None:
     parent = Context(draw(1, 40)[0])
     llama.engine.genlm_cache_prefix(Query(parent))
     rows_of(llama.engine, [Query(parent.followed_by((1, 2)))])

@@ -147,7 +147,7 @@ def test_a_known_beginning_of_what_several_begin_with(model: Any) -> None:
     assert model.forwards == [205, 6, 200, *own, *own, *own]
 
 
-def test_what_is_not_worth_a_forward_is_not_computed_first(model: Any) -> None:
+def test_short_common_prefix_gets_no_forward_of_its_own(model: Any) -> None:
     first, *others = draw(3, 5)
     model.check(*[(*first, *one, *one) for one in others])
     assert model.forwards == [30]

@@ -155,7 +155,7 @@ def test_a_chunk_that_fails_leaves_the_engine_sound(chunked: Any) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 40, 120, 200])
-def test_what_is_lost_for_lack_of_memory_is_computed_again(room: int) -> None:
+def test_state_lost_for_lack_of_memory_is_computed_again(room: int) -> None:
     """With room for that many positions; every step brings a context that drives out others."""
     position = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, their size, bytes
     model = proven(llama_config(), max_batch_tokens=CHUNK, kv_cache_bytes=room * position)
@@ -194,7 +194,7 @@ def test_stepwise_sequences_count_whole_behind_their_prefix() -> None:
     assert model.step() == {text}
 
 
-def test_what_is_dropped_beside_a_cold_context_is_not_answered(chunked: Any) -> None:
+def test_request_dropped_beside_a_cold_context_is_not_answered(chunked: Any) -> None:
     """The core does so where a wrapper failed in between."""
     (prompt,) = draw(1, 3 * CHUNK)
     assert chunked.step(prompt) == set()

@@ -58,7 +58,7 @@ def test_contexts_of_one_prompt_share_its_prefill(llama: Tried) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mamba"])
-def test_what_known_contexts_have_in_common_is_not_computed_again(
+def test_common_prefix_of_known_contexts_is_not_computed_again(
     folders: Folders, family: str
 ) -> None:
     tried = Tried(folders(family), Blocks)
@@ -95,7 +95,7 @@ def test_a_prompt_shorter_than_a_window_is_not_computed_again(
     assert tried.ask(*[(*prompt, token) for token in range(4, 8)]) == [4]
 
 
-def test_what_leaves_a_known_context_is_computed_once_more(folders: Folders) -> None:
+def test_fork_of_a_known_context_computes_the_prefix_once_more(folders: Folders) -> None:
     tried = Tried(folders("mamba"), Blocks)
     (prompt,) = keys_of(1, 60)
     forwards = [tried.ask((*prompt, token, 5)) for token in range(4)]

@@ -91,7 +91,7 @@ def test_options_that_are_refused(options: dict[str, object], said: str) -> None
 
 
 @pytest.mark.parametrize("family", ["exaone", "olmo", "a family of tomorrow"])
-def test_what_mlx_lm_cannot_load_is_refused_by_name(tmp_path: Path, family: str) -> None:
+def test_model_that_mlx_lm_cannot_load_is_refused_by_name(tmp_path: Path, family: str) -> None:
     """Settings that it misses; a module that ends the process; and a family that it has not."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")

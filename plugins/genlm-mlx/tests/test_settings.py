@@ -188,7 +188,7 @@ def test_rows_and_scores_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_mlx_lm_cannot_compute_is_refused_by_name(said: str, saved: Saved) -> None:
+def test_setting_that_mlx_lm_cannot_compute_is_refused_by_name(said: str, saved: Saved) -> None:
     with pytest.raises(EngineError, match=f"{said}.*; load it with backend='hf'"):
         load(saved(made(*REFUSED[said])), {})
 
@@ -271,7 +271,7 @@ ON_THE_HUB = {
 
 
 @pytest.mark.parametrize("family", ON_THE_HUB)
-def test_what_the_hub_writes_besides_is_no_reason_to_refuse(family: str, saved: Saved) -> None:
+def test_settings_that_only_the_hub_writes_are_accepted(family: str, saved: Saved) -> None:
     given, written = ON_THE_HUB[family]
     folder = saved(made(family, given))
     file = Path(folder, "config.json")

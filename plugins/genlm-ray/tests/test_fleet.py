@@ -265,7 +265,7 @@ def applied(lines: list[Line], fleet: Fleet) -> list[str]:
             return called
 
 
-def test_what_replicas_have_already_is_not_added_again() -> None:
+def test_prompt_that_replicas_have_pinned_is_not_pinned_again() -> None:
     fleet, lines = started(2)
     outcomes: list[Exception | None] = []
     for _ in range(2):
@@ -322,7 +322,7 @@ def test_prompts_of_the_base_model_stay_when_an_adapter_goes() -> None:
     assert outcomes == [None] * 4
 
 
-def test_who_asks_for_a_lost_adapter_is_told_and_nobody_else() -> None:
+def test_only_requests_with_a_lost_adapter_fail() -> None:
     fleet, (line,) = started(1)
     adapter = Adapter("a", "folder", version=1)
     added = Entry(("add_adapter", "a"), ("remove_adapter", "a"), version=1)
@@ -346,7 +346,7 @@ def test_who_asks_for_a_lost_adapter_is_told_and_nobody_else() -> None:
     assert fleet.answers[-1] == (other, "row")
 
 
-def test_what_kills_one_replica_after_the_other_is_given_up_in_time() -> None:
+def test_prompt_that_kills_replicas_is_given_up() -> None:
     fleet, (line,) = started(1)
     outcomes: list[Exception | None] = []
     fleet.add(Entry(("pin", "prompt"), ("unpin", "prompt")), outcomes.append)

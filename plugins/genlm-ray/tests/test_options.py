@@ -37,7 +37,9 @@ from tools.tiny import write_tokenizer
         ({"backend_opts": {"lock": Lock()}}, "backend_opts travels .*cannot be pickled.*lock"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(given: dict[str, Any], said: str) -> None:
+def test_invalid_option_is_rejected_before_a_cluster_starts(
+    given: dict[str, Any], said: str
+) -> None:
     pattern = said if ".*" in said else re.escape(said)
     with pytest.raises(InvalidOptionError, match=pattern):
         load_model_by_name("mock", "ray", given)

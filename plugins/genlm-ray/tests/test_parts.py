@@ -43,7 +43,7 @@ def engine_whose_replicas_have(
 
 
 @pytest.mark.parametrize("hooks", [(), HOOKS[:2], HOOKS])
-def test_it_has_the_hooks_of_the_inner_engine(
+def test_ray_engine_has_the_hooks_of_the_inner_engine(
     monkeypatch: pytest.MonkeyPatch, hooks: tuple[str, ...]
 ) -> None:
     engine = engine_whose_replicas_have(monkeypatch, *hooks)

@@ -53,7 +53,7 @@ def test_all_forms_of_a_program_give_the_particles_of_one_process(fleet: Fleet) 
         assert constant == pytest.approx(expected[1], abs=1e-9)
 
 
-def test_it_runs_in_the_replicas_and_no_row_travels(fleet: Fleet) -> None:
+def test_function_of_rows_runs_in_the_replica_and_no_row_travels(fleet: Fleet) -> None:
     lm = fleet()
 
     @here
@@ -97,7 +97,7 @@ def test_a_function_goes_to_each_replica_once(fleet: Fleet) -> None:
     assert len({place for place, *_ in found}) == 2  # both replicas
 
 
-def test_what_cannot_travel_is_refused_by_name_and_nobody_else_fails(fleet: Fleet) -> None:
+def test_unpicklable_function_is_rejected_by_name_and_fails_no_other(fleet: Fleet) -> None:
     lm, lock = fleet(), threading.Lock()
 
     @here
@@ -129,7 +129,7 @@ def test_what_cannot_travel_is_refused_by_name_and_nobody_else_fails(fleet: Flee
     assert (right, also) == ("right", 0)
 
 
-def test_what_a_function_raises_reaches_its_callers_alone(fleet: Fleet) -> None:
+def test_exception_of_a_function_reaches_only_its_callers(fleet: Fleet) -> None:
     lm = fleet()
 
     @here

@@ -108,7 +108,7 @@ def test_the_installed_sglang_is_supported():
     assert sglang.specifier == SpecifierSet(info.versions)
 
 
-def test_one_model_at_a_time(tiny):
+def test_second_model_in_a_process_is_rejected(tiny):
     with AsyncSGLTransformer.from_name(tiny, SMALL, gpu_id=7) as lm:  # ignored on a CPU
         with pytest.raises(BackendUnavailableError, match="close the other model first"):
             AsyncSGLTransformer.from_name(tiny, SMALL)

@@ -86,7 +86,7 @@ def test_cancelled_request_holds_up_no_other(hooks, contexts, leaves):
     assert_cold_rows(hooks, answered)
 
 
-def test_one_that_does_not_fit_holds_nobody_up(hooks, contexts):
+def test_request_that_does_not_fit_holds_up_no_other(hooks, contexts):
     (prompt,), (pinned,) = contexts(1, 40, 40, seed=1), contexts(1, 400, 400)
     hooks.genlm_cache_prefix(Query(pinned))
     long = Query((*prompt, *contexts(1, 200, 200, seed=2)[0]))

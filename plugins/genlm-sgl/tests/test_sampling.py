@@ -173,7 +173,7 @@ def test_rows_and_draws_share_steps_and_the_rows_are_right(hooks, contexts):
     assert {len(ids) for ids in answers[8:]} == {6}
 
 
-def test_nobody_waits_for_a_long_draw(hooks, contexts):
+def test_rows_do_not_wait_for_a_long_draw(hooks, contexts):
     first, second, third = contexts(3, 10, 20)
     long, short, row = request(first, max_tokens=200), request(second, max_tokens=1), Query(third)
     hooks.step(long)

@@ -56,7 +56,7 @@ def test_a_text_longer_than_a_step(hooks, contexts):
     assert scored(hooks, [(text[:1], text[1:])]) == 249
 
 
-def test_they_share_steps_with_draws_and_rows(hooks, contexts):
+def test_scores_share_steps_with_draws_and_rows(hooks, contexts):
     (context,), ends = contexts(1, 20, 20), contexts(2, 10, 10, seed=1)
     draw = SampleRequest(Query(context), SamplingParams(max_tokens=8, temperature=0.0))
     (alone,) = hooks.ask(draw)
@@ -76,7 +76,7 @@ def test_few_tokens_are_left_to_rows(hooks):
     assert scores.shape == (9,)
 
 
-def test_one_that_is_dropped_holds_nobody_up(hooks, contexts):
+def test_dropped_score_holds_up_no_other(hooks, contexts):
     (context,), ends = contexts(1, 150, 150), contexts(3, 10, 10, seed=1)
     first, *others = (ScoreRequest(Query(context), end) for end in ends)
     hooks.step(first, *others)

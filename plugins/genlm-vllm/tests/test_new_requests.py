@@ -60,7 +60,7 @@ def test_a_tree_is_computed_branch_by_branch(engine):
     assert sum(engine.computes(*leaves)) == BLOCK + 3 * 15 + len(leaves)
 
 
-def test_nobody_waits_for_less_than_a_forward(engine):
+def test_requests_do_not_wait_if_they_save_less_than_a_forward(engine):
     assert len(engine.computes(*beginning_with(text(0, 10), 4))) == 1
     assert len(engine.computes(*(text(seed, 12) for seed in range(1, 6)))) == 1
     parent = text(6, 40)
