@@ -180,7 +180,9 @@ def _text(thing: Any) -> list[str]:
                     code = kind.value == "examples"
                     lines += ["```pycon", text, "```", ""] if code else [_prose(text), ""]
             case "admonition":
-                lines += [f"**{section.title}:** {_prose(value.contents)}", ""]
+                prose = _prose(value.contents)
+                apart = "\n\n" if prose.startswith("- ") else " "  # a list needs lines of its own
+                lines += [f"**{section.title}:**{apart}{prose}", ""]
             case kind:
                 title = {"parameters": "Arguments"}.get(kind, kind.capitalize())
                 lines += [f"{title}:", "", *map(_item, value), ""]

@@ -63,15 +63,15 @@ class Context(Sequence[int]):
     """Checked token ids, immutable, for every method that takes a context. Made by
     :meth:`AsyncLM.context`.
 
-    A list of token ids is compared, or checked and hashed, whole for every request. A context has
-    been checked already. One that extends it shares its ids, and checks and hashes the new tokens
-    alone, so extending costs the same at any length. It knows its parent by length and hash alone:
-    the parent need not live.
+    A list of token ids is compared, or checked and hashed, as a whole for every request. A context
+    has been checked already. An extension of it shares its ids, and checks and hashes only the new
+    tokens, so extending costs the same at any length. A context knows its parent only by length and
+    hash, so it does not keep the parent in memory.
 
     Args:
-        tail: The ids, or those behind the blocks.
+        tail: The ids that follow the blocks; all ids without blocks.
         vocab_size: See the attribute.
-        blocks: Of another context, which begins in the same way.
+        blocks: The leading ids, as blocks that are shared with another context.
 
     Attributes:
         length: How many ids there are.

@@ -158,9 +158,10 @@ class GenerationMixin(RowsMixin):
         **options: Unpack[SamplingOptions],
     ) -> AsyncGenerator[int, None]:
         """Draw a continuation token by token: an asynchronous iterator of ids, without the stop
-        token. They are drawn from rows, one request a token, and only while the loop asks for more:
-        a loop that is left draws nothing further, and what a cancelled one has asked is cancelled.
-        A stream is over after that, as any async generator is: also after a timeout.
+        token. The tokens are drawn from rows, with one request for each token, and only when the
+        loop asks for the next one. So after a ``break`` nothing more is drawn, and cancelling the
+        loop cancels its request. Like any async generator, a stream cannot be continued after a
+        cancellation or a timeout.
 
         Args:
             prompt_token_ids: The prompt.

@@ -39,9 +39,9 @@ class Query:
     Attributes:
         context: The context. A query is made from one, or from a tuple of ids.
         adapter: The LoRA adapter to apply; ``None`` is the base model.
-        cold: Compute the answer without reading any key/value state kept from other queries (the
-            engine may keep state from this one). The core sends a cold query alone: it is the
-            oracle for warm ones.
+        cold: Whether to compute the answer without reading any state that was kept from other
+            queries. The engine may keep state from this one. The core sends a cold query alone; its
+            row is the reference for warm rows.
     """
 
     context: Context = field(alias="token_ids", converter=as_context)
@@ -95,7 +95,7 @@ class SamplingParams:
         top_p: Draw among the fewest most likely tokens that together have at least this share of
             the remaining mass; ``None`` is all.
         min_p: Draw among tokens at least this fraction as likely as the most likely one; ``None``
-            is all. No engine sees it: if it is given, the core draws from rows.
+            is all. It is never passed to an engine: if it is given, the core draws from rows.
     """
 
     max_tokens: int
@@ -321,10 +321,13 @@ class Engine(Protocol):
         device: Where rows live, as PyTorch spells it: ``"cpu"``, ``"cuda:0"``.
         model: The engine's own model object, given to users as ``lm.underlying_model``.
 
-    It may have another one, ``eos_token_ids``: the tokens that end a text by the model's
-    ``generation_config.json``, beside those that the tokenizer names
-    (:func:`genlm.kit.model_files.eos_token_ids` reads them). By default draws end at all of them.
-    And ``lacking``: why it has not some hooks, by their names, and what to do; for messages.
+    An engine may have two further attributes:
+
+    - ``eos_token_ids``: tokens that end a text besides the tokenizer's own, such as those of the
+      model's ``generation_config.json`` (:func:`genlm.kit.model_files.eos_token_ids` reads them).
+      By default, draws end at all of them.
+    - ``lacking``: a mapping from the names of hooks that the engine lacks to the reason and the
+      remedy, for messages.
     """
 
     # Properties, because the core only reads them: an engine may have plain attributes, of narrower

@@ -80,8 +80,9 @@ def tokens_in(shared: int) -> int:
 
 
 def nearest_of(keys: Sequence[K], key: K) -> tuple[int, int]:
-    """Which of some sorted keys shares the longest prefix with another, and how long that is. It is
-    a neighbour of the place where the other would stand. ``(0, 0)`` if none shares anything."""
+    """The index of the sorted key that shares the longest prefix with a key, and the length of that
+    prefix; ``(0, 0)`` if no key shares anything. The nearest key is a neighbour of the place at
+    which the key would be inserted."""
     at = bisect_left(keys, key)
     best = longest = 0
     for neighbour in range(max(at - 1, 0), min(at + 1, len(keys))):

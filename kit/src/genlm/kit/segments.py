@@ -1,8 +1,9 @@
-"""The tree of segments: what contexts share is stored once, what is theirs alone lies beside it.
+"""The tree of segments, in which state that several contexts share is stored once.
 
 For engines that keep key/value state of contexts. A context is a path of trunks and a slot. A trunk
-is never written again, and any number of contexts may share it. A slot is one context's own tail,
-written in place as the context grows. What the state is, and where it lies, is up to the engine.
+is never written again, and any number of contexts may share it. A slot is the tail of one context,
+and is written in place as the context grows. The engine decides what the state is and where it is
+stored.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ class Segment:
 
     Attributes:
         context: The context to the end of this segment.
-        version: Of its adapter; 0 is the base model.
+        version: The version of the adapter; 0 is the base model.
         start: The first position that is stored here.
-        parent: The trunk that holds the positions before. It may be longer than ``start``: then
-            only its beginning belongs to this context.
-        pinned: Whether it stays until the state is cleared.
+        parent: The trunk that holds the positions before ``start``. It may be longer: then only
+            its first ``start`` positions belong to this context.
+        pinned: Whether the segment stays until the state is cleared.
         stop: The length of the context.
         name: The version of the adapter, and the hash of the context.
-        known_key: The key of its first tokens, as far as it has been made.
-        children: The segments that stand on this one; only trunks have some.
+        known_key: The key of the leading tokens for which a key has been made.
+        children: The segments whose parent this is; only trunks have children.
 
     Examples:
         >>> from genlm.core.context import Context
