@@ -26,6 +26,9 @@ from tools.gpu.tries import WAYS, trie_figures, trie_words
 from tools.shapes import SHAPES, model_of
 from tools.smollm2 import default_folder
 
+#: The shapes of which steps are recorded: where Python's launches take most of the time.
+RECORDED = ("135m", "1b")
+
 #: SmolLM2's vocabulary, and one as large as that of Qwen 2.5.
 SIZES = (49_152, 151_665)
 
@@ -99,6 +102,24 @@ def step(options: argparse.Namespace) -> Iterator[Found]:
         del model
 
 
+def step_recorded(options: argparse.Namespace) -> Iterator[Found]:
+    """Steps of constant shape, which CUDA records, and packed ones; well if rows in float32 are the
+    raw model's."""
+    chosen = [shape for shape in options.shapes.split(",") if shape in RECORDED]
+    for shape in chosen or options.shapes.split(",")[:1]:
+        dtype = getattr(torch, options.dtype)
+        model = model_of(shape, options.device, dtype)
+        for contexts in map(int, options.contexts.split(",")):
+            for static in (True, False):
+                found = step_figures(
+                    model, contexts, 20, options.repeat, shared=False, static=static
+                )
+                case = {"what": "recorded step", "shape": shape, "contexts": contexts}
+                exact = dtype != torch.float32 or found["rows_apart"] < ATOL
+                yield case | {"static": static} | found, exact
+        del model
+
+
 def run_program(options: argparse.Namespace) -> Iterator[Found]:
     if not (default_folder() / "model.safetensors").exists():
         yield {"what": "program", "skipped": "no model; run tools/smollm2.py"}, True
@@ -143,6 +164,7 @@ class Stage:
 STAGES = {
     "vllm-v2": Stage(None, 240, ("tools.gpu.runners", "v2"), "vllm"),
     "vllm-v1": Stage(None, 240, ("tools.gpu.runners", "v1"), "vllm"),
+    "recorded": Stage(step_recorded, 180),
     "steps": Stage(step, 420),
     "trie": Stage(sum_tries, 120),
     "program": Stage(run_program, 240),

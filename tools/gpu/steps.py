@@ -99,9 +99,22 @@ class Contexts:
 
 
 def step_figures(
-    model: Any, contexts: int, length: int, repeat: int, *, shared: bool
+    model: Any,
+    contexts: int,
+    length: int,
+    repeat: int,
+    *,
+    shared: bool,
+    static: bool | None = None,
 ) -> dict[str, Any]:
     """A step in which each context grows by one token, ours and transformers' own.
+
+    Args:
+        model: The model.
+        contexts, length: How many contexts, and their tokens.
+        repeat: How often each way is timed.
+        shared: Whether they have all but their last tokens in common.
+        static: hf's option of this name.
 
     Returns:
         Milliseconds of ours in one call, in a coroutine for each context and after resampling, of
@@ -112,7 +125,8 @@ def step_figures(
     device, grown = str(model.device), Contexts(contexts, length, shared=shared)
     raw, apart = Raw(model, grown.all), 0.0
     mine, floor, core, gathered, resampled = [], [], [], [], []
-    with AsyncTransformer(model, WideTokenizer(), cache_size=0) as lm, asyncio.Runner() as runner:
+    options: dict[str, Any] = {"cache_size": 0, "static": static}
+    with AsyncTransformer(model, WideTokenizer(), **options) as lm, asyncio.Runner() as runner:
         rows: Any = None
 
         def ours() -> None:

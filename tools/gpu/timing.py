@@ -42,8 +42,8 @@ def median(call: Callable[[], object], device: str, repeat: int) -> float:
 
 
 def work_of(call: Callable[[], object], device: str) -> dict[str, float]:
-    """What one call makes a GPU do: kernels that it launches, waits for the device, copies, and
-    the milliseconds for which the device is busy. Nothing on other devices."""
+    """What one call makes a GPU do: kernels and graphs that it launches, waits for the device,
+    copies, and the milliseconds for which the device is busy. Nothing on other devices."""
     if not on_cuda(device):
         return {}
     from torch._C._autograd import DeviceType
@@ -61,6 +61,7 @@ def work_of(call: Callable[[], object], device: str) -> dict[str, float]:
     return {
         "kernels": sum(found[name] for name in LAUNCHES),
         "waits": sum(found[name] for name in WAITS),
+        "graphs": found["cudaGraphLaunch"],
         "copies": sum(found[name] for name in COPIES),
         "busy_ms": 1e-3 * busy,
     }

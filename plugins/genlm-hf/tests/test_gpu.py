@@ -79,6 +79,12 @@ def test_a_step_gives_the_rows_of_the_raw_model(shape: str, shared: bool) -> Non
     assert figures["rows_apart"] < ATOL
 
 
+def test_a_step_of_constant_shape_gives_them_too() -> None:
+    model = model_of("tiny", "cpu", torch.float32)
+    figures = step_figures(model, 3, length=15, repeat=2, shared=False, static=True)
+    assert figures["rows_apart"] < ATOL
+
+
 @pytest.mark.parametrize(("way", "most"), [("rounds", 40), ("bags", 10)])
 def test_the_trie_is_measured_with_its_error_and_launches(way: str, most: int) -> None:
     words = [bytes(pair) for pair in itertools.product(range(64), repeat=2)]
@@ -89,17 +95,21 @@ def test_the_trie_is_measured_with_its_error_and_launches(way: str, most: int) -
 
 def test_the_command_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "found.json"
-    words = "--device cpu --stages steps --shapes tiny --contexts 2 --lengths 20 --repeat 1 --out"
-    monkeypatch.setattr("sys.argv", ["gpu", *words.split(), str(file)])
+    words = (
+        "--device cpu --stages recorded,steps --shapes tiny --contexts 2 --lengths 20 --repeat 1"
+    )
+    monkeypatch.setattr("sys.argv", ["gpu", *words.split(), "--out", str(file)])
     with pytest.raises(SystemExit) as ended:
         command.main()
     assert not ended.value.code
     found = json.loads(file.read_text())
     assert found["device"] == "CPU"
-    assert [(step["what"], step["shared"]) for step in found["figures"]] == [
-        ("step", False),
-        ("step", True),
+    recorded, steps = found["figures"][:2], found["figures"][2:]
+    assert [(step["what"], step["static"]) for step in recorded] == [
+        ("recorded step", True),
+        ("recorded step", False),
     ]
+    assert [(step["what"], step["shared"]) for step in steps] == [("step", False), ("step", True)]
     assert all(step["times_raw"] > 0 for step in found["figures"])
 
 

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import transformers as configs
 from structlog.testing import capture_logs
 
 from genlm.core import Adapter, InvalidOptionError, Query
-from genlm.hf import AsyncTransformer
+from genlm.hf import AsyncTransformer, strategies
 from genlm.hf import static as static_module
 from genlm.hf.operators import Operators
 from genlm.hf.options import HFOptions
@@ -47,7 +48,8 @@ def static(config: Any, **options: Any) -> Pair:
 @pytest.fixture(params=["as it is", "recorded"])
 def recorder(request: pytest.FixtureRequest) -> Iterator[Operators | None]:
     """How a step runs: ``None`` where by Python."""
-    with recorded_steps() if request.param == "recorded" else nullcontext() as given:
+    way = recorded_steps() if request.param == "recorded" else nullcontext()
+    with patch.object(strategies, "recorder_for", lambda device: None), way as given:
         yield given
 
 
