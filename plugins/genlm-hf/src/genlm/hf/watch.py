@@ -22,10 +22,12 @@ class ModelWatch:
 
     def __init__(self, modules: Sequence[torch.nn.Module], is_ours: Callable[[Any], bool]) -> None:
         self._is_ours = is_ours
-        # Listed once, as the modules are: they are walked before each step.
+        # Listed once, as the modules are, and without what is empty: they are walked before each
+        # step.
         self._own = [vars(one) for one in modules]
-        self._tensors = [part for one in modules for part in (one._parameters, one._buffers)]
-        self._children = [one._modules for one in modules]
+        parts = [part for one in modules for part in (one._parameters, one._buffers)]
+        self._tensors = [part for part in parts if part]
+        self._children = [one._modules for one in modules if one._modules]
         self._hooks: list[dict[int, Any]] = [
             of_torch._global_forward_hooks,
             of_torch._global_forward_pre_hooks,
