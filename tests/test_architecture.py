@@ -192,3 +192,11 @@ def test_the_workflows_run_sessions_that_there_are_on_every_python_and_for_every
     assert {*stated} <= {*re.findall(r"3\.\d+", matrix)}
     plugins = {folder.name.removeprefix("genlm-") for folder in (TOP / "plugins").glob("genlm-*")}
     assert {*re.findall(r"plugin: (\w+)", said)} == plugins
+
+
+def test_picture_of_a_request_names_files_that_exist() -> None:
+    picture = (TOP / "docs/assets/request.svg").read_text("utf-8")
+    files = re.findall(r">([\w/]+\.py)<", picture)
+    assert len(files) == 8
+    missing = [file for file in files if not (TOP / "core/src/genlm/core" / file).exists()]
+    assert not missing
