@@ -76,7 +76,7 @@ def read(file: Path) -> dict[tuple[str, str], Outcome]:
 
 
 def recorded(backend: str, family: str) -> Outcome | None:
-    """What the record says of a family."""
+    """What the record says of a family; ``None`` if the backend has no such family."""
     return read(RECORD).get((backend, family))
 
 

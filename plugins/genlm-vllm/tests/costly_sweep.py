@@ -13,6 +13,9 @@ from .families import SWEEP
 
 SERVED = set(ModelRegistry.get_supported_archs())
 
+#: After vLLM has tried to load this family's tokenizer, it loads no other model in the process.
+LAST = "inkling_text"
+
 
 class TestVllm(EveryFamily):
     """Every family that vLLM serves."""
@@ -24,7 +27,8 @@ class TestVllm(EveryFamily):
             config.model_type
             for config, kind in MODEL_FOR_CAUSAL_LM_MAPPING.items()
             if getattr(kind, "__name__", None) in SERVED
-        }
+        },
+        key=lambda family: (family == LAST, family),
     )
     sweep = SWEEP
     tried = 40

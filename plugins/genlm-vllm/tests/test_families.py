@@ -9,6 +9,7 @@ import pytest
 
 from tests.hub_folders import HUB, loaded
 from tests.sweep import FAR, SCALED
+from tools.families import recorded
 
 from .families import SWEEP
 
@@ -31,6 +32,7 @@ def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     if "not implemented for 'Float'" in found[0].why:
         pytest.skip("before 0.32, vLLM has no kernel for Mamba in float32 on a CPU")
     assert [one.outcome for one in found] == ["right"] * (1 + len(CHANGES[family])), found
+    assert recorded("vllm", family).outcome == "right", "the table of models says otherwise"
 
 
 #: Changes for which a checkpoint has weights that vLLM's class of the family has not.
