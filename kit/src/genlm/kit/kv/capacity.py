@@ -102,8 +102,9 @@ class Capacity:
         )
 
     def is_tight(self, slots: int, columns: int) -> bool:
-        """Whether with so many new slots, and all slots of so many columns, more than half of the
-        budget is taken. What slots waste, or a copy of them, may not find room then."""
+        """Whether more than half of the budget is used when this many slots are added and all slots
+        have this many columns. There may then be no room for unused columns, or for a copy of the
+        slots."""
         tree = self._tree
         taken = (len(tree.slots) + slots) * columns + tree.trunk_positions
         return 2 * taken > self._table.limit(slots * columns)
@@ -128,8 +129,8 @@ class Capacity:
         self.clear()
 
     def _taken(self, needs: Needs) -> tuple[int, int, int]:
-        """What a batch and all that is pinned take: slots, their least columns, and the positions
-        of trunks."""
+        """What a batch and all pinned contexts need: the number of slots, their fewest columns, and
+        the positions of trunks."""
         tree = self._tree
         staying = tree.with_paths(needs.protected) | tree.pinned()
         slots = [segment.size for segment in staying if isinstance(segment, Slot)]

@@ -1,4 +1,4 @@
-"""The history: what tables of key/value state were asked last, in words, for who looks for a wrong
+"""The history: the last commands to tables of key/value state, in words, for finding a wrong
 copy."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from genlm.kit.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Resize, Shift, Table
 from genlm.kit.segments import Segment, Slot
 
-#: The last commands; ``None`` where nobody keeps them.
+#: The last commands; ``None`` if they are not kept.
 _last: deque[str] | None = None
 
 
@@ -17,7 +17,7 @@ def keep(count: int = 12) -> deque[str]:
     """Keep the last commands of the tables of all planners that are made from now on.
 
     Returns:
-        What they were, the last one at the end. One that failed says so.
+        The commands in words, the last one at the end. A failed command says so.
     """
     global _last
     _last = deque(maxlen=count) if _last is None else _last
@@ -25,7 +25,7 @@ def keep(count: int = 12) -> deque[str]:
 
 
 def noted(table: Table) -> Table:
-    """The table, with what it is asked noted if somebody keeps that."""
+    """The table, wrapped so that its commands are noted if the history is kept."""
     return table if _last is None else _Noted(table, _last)
 
 

@@ -69,21 +69,22 @@ class Placement(Generic[A]):
 
     @property
     def own(self) -> list[Slot | Trunk]:
-        """Its segments, in the order of their positions: those made for it, or the slot that is
-        continued."""
+        """The new segments of the sequence, or the slot that it continues, in the order of their
+        positions."""
         return [segment for segment in (self.trunk, self.slot) if segment is not None]
 
     def computes(self, other: Placement[A]) -> bool:
-        """Whether all wanted positions of a sequence that this one begins with are among those to
-        compute for it."""
+        """Whether this sequence computes all wanted positions of another one, which is a prefix of
+        it."""
         return self.start <= other.sequence.latest_start
 
     def indices(self) -> list[int]:
-        """Which sequences get their rows on the way: itself, and those inside."""
+        """The indices of the sequences that get rows from this forward: this one and those inside
+        it."""
         return [placement.index for placement in (self, *self.inside)]
 
     def rows(self) -> list[tuple[int, int]]:
-        """What is wanted on the way: the index of the sequence and the position of each row."""
+        """The wanted rows: for each, the index of the sequence and the position."""
         return [
             (placement.index, at)
             for placement in (self, *self.inside)
@@ -98,8 +99,8 @@ class Placement(Generic[A]):
         return below
 
     def segments(self, start: int, stop: int) -> list[tuple[Slot | Trunk, int, int]]:
-        """Where positions ``start`` to ``stop`` (exclusive) go: segments, each with the start and
-        stop of its positions."""
+        """The segments that store positions ``start`` to ``stop`` (exclusive), each with the start
+        and the stop of its positions."""
         slot, trunk = self.slot, self.trunk
         found: list[tuple[Slot | Trunk, int, int]] = []
         if trunk is not None and start < (below := min(stop, trunk.stop)):

@@ -193,8 +193,8 @@ class Planner(Generic[A]):
         self._give_up(batch)
 
     def _give_up(self, batch: Sequence[Placement[A]]) -> None:
-        """Free new segments, forget what was written into slots, and overwrite it: it may be nan,
-        and a masked column still takes part in products."""
+        """Free new segments, and overwrite what was written into slots with zeros: it may be NaN,
+        and masked columns still take part in products."""
         for placement in batch:
             if placement.slot is not None and not placement.continued:
                 self.tree.discard(placement.slot)
@@ -254,15 +254,15 @@ class Planner(Generic[A]):
     # --- planning ---------------------------------------------------------------------------------
 
     def _located(self, sequences: Sequence[A], indices: Iterable[int]) -> list[Placement[A]]:
-        """Placements of some of the sequences, which know no more than what they start from."""
+        """Placements of some of the sequences, with only the segment that each starts from."""
         return [Placement(at, sequences[at], *self.tree.start_of(sequences[at])) for at in indices]
 
     def _leaders(
         self, batch: list[Placement[A]]
     ) -> tuple[list[Placement[A]], dict[int, list[int]]]:
-        """The sequences to compute now; the others are inside of one of these, or wait, because one
-        of these computes much of what they need. For some of them, by index, also how many leading
-        tokens each sequence that waits for it shares."""
+        """The sequences to compute now. The other sequences are inside one of these, or wait for
+        one that computes much of their prefix. In addition, by the index of a sequence that others
+        wait for: how many leading tokens each of them shares with it."""
         new = [placement.new_tokens for placement in batch]
         if max(new, default=0) > 1:
             batch = nested(batch)
@@ -275,7 +275,7 @@ class Planner(Generic[A]):
             return batch, {}  # nobody would wait for one of these
         followers: dict[int, list[tuple[Placement[A], int]]] = {}
         cost: BatchCost[int] = BatchCost(each)
-        # The longest leads: it may have others in it.
+        # The longest sequence comes first, because others may be inside it.
         for placement in sorted(batch, key=lambda placement: -placement.sequence.length):
             leader, common = cost.leader(placement.sequence, placement.start)
             if leader is None:
@@ -292,7 +292,7 @@ class Planner(Generic[A]):
         return [placement for placement in batch if placement not in wait], cuts
 
     def _plan(self, batch: Sequence[Placement[A]], cuts: dict[int, list[int]]) -> None:
-        """Decide where each of them runs: in an existing slot, on a trunk, or in a new slot with a
+        """Decide where each sequence runs: in an existing slot, on a trunk, or in a new slot with a
         copy."""
         taken: set[Segment] = set()
         weighed = self._weighed(batch, sum(map(len, cuts.values())))
@@ -310,7 +310,7 @@ class Planner(Generic[A]):
             self._set_apart(batch, weighed)
 
     def _plan_new(self, placement: Placement[A], weighed: Weighed, cuts: Sequence[int]) -> None:
-        """Where it runs without an existing slot."""
+        """Where a sequence runs if it continues no existing slot."""
         below, (costs, saved) = placement.below(), weighed
         if isinstance(below, Trunk) and costs.a_product(below, placement.start, saved[below]):
             placement.parent, placement.base = below, placement.start
@@ -319,7 +319,7 @@ class Planner(Generic[A]):
         self._with_trunk(placement, costs, cuts)
 
     def _weighed(self, batch: Sequence[Placement[A]], waiting: int) -> Weighed:
-        """What sharing is weighed with in a batch, for which so many more wait."""
+        """The numbers for decisions on sharing in a batch for which this many sequences wait."""
         saved: Counter[Trunk] = Counter()
         if not self._costs.plenty:  # as good as always
             return self._costs, saved
@@ -340,8 +340,8 @@ class Planner(Generic[A]):
                 placement.cut = cut
 
     def _set_apart(self, batch: Sequence[Placement[A]], weighed: Weighed) -> None:
-        """Give contexts that are new, or grow by much, their own trunks where they would make all
-        slots longer."""
+        """Give contexts that are new, or grow by many tokens, trunks of their own if they would
+        make all slots longer."""
         step = self._costs.step
         grows = [
             placement

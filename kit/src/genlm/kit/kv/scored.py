@@ -20,7 +20,8 @@ Given = list[list[int]]
 def scored_sequences(
     queries: Sequence[Query], continuations: Sequence[Sequence[int]]
 ) -> list[TokenSequence]:
-    """Each context and all but the last token of its continuation, whose positions are wanted."""
+    """For each score, its context and all but the last token of its continuation; rows are wanted
+    for the positions of the continuation."""
     contexts = {query: TokenSequence(query.context, query.adapter) for query in {*queries}}
     sequences: list[TokenSequence] = []
     for query, continuation in zip(queries, continuations, strict=True):
@@ -57,7 +58,7 @@ class ScoredRows:
         self._given: list[Given] = []  # of each piece
         scores = [0, *accumulate(map(len, continuations))]
         known: PrefixIndex[bytes, tuple[int, Given]] = PrefixIndex()
-        # The longest first, as where they are computed: others wait for it.
+        # The longest first, in the order in which they are computed: others wait for it.
         lengths = [(-sequence.length, sequence.latest_start) for sequence in sequences]
         for at in sorted(range(len(sequences)), key=lengths.__getitem__):
             sequence = sequences[at]
@@ -79,10 +80,11 @@ class ScoredRows:
             self._given.append([*islice(left, piece.keep)])
 
     def read(self, owners: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-        """What to read from the next rows: for each score the row, the token, and which it is.
+        """What to read from the next rows: for each score its row, its token, and its number.
 
         Args:
-            owners: The piece of each row. Those of one piece come in order.
+            owners: The index of the piece that each row belongs to. Rows of one piece come in
+                order.
         """
         rows: list[int] = []
         scores: list[int] = []
@@ -95,7 +97,7 @@ class ScoredRows:
 
 
 def _common(known: PrefixIndex[bytes, tuple[int, Given]], sequence: TokenSequence) -> Given:
-    """The first rows of a sequence, if another one has them."""
+    """The leading rows of a sequence that another sequence computes, if there are any."""
     nearest, common = known.nearest(sequence.key)
     if nearest is None:
         return []

@@ -66,7 +66,8 @@ class SharingCosts:
         return -(-length // self.step) * self.step
 
     def shared(self, size: int, saved: int) -> bool:
-        """Whether ``size`` positions of a slot, which save so many copies, become a trunk."""
+        """Whether ``size`` positions of a slot become a trunk, if this saves copies of ``saved``
+        positions."""
         return (saved >= self.sharing or size >= self.trunk) and saved >= self.plenty
 
     def a_product(self, trunk: Trunk, start: int, saved: int) -> bool:
@@ -74,8 +75,8 @@ class SharingCosts:
 
         Args:
             trunk: The trunk.
-            start: A position of it.
-            saved: How many of its positions are not copied if all contexts of the batch do.
+            start: The position of the trunk at which the context leaves it.
+            saved: How many positions are not copied if all contexts of the batch stand on it.
         """
         with_others = start == trunk.stop and len(trunk.children) > 0
         return with_others or (start - trunk.start >= self.product and saved >= self.plenty)
@@ -92,12 +93,12 @@ class SharingCosts:
         return longest > 2 * self.step and self.columns(longest) * count > most
 
     def saves_room(self, sizes: Sequence[int], columns: int) -> bool:
-        """Whether a table of slots takes less when the long ones are trunks, each with a slot as
-        long as the others; where all are long, it will.
+        """Whether the table takes less room if each long slot becomes a trunk and a slot as long as
+        the other slots. If all slots are long, it does.
 
         Args:
-            sizes: Of the slots.
-            columns: What each of them takes.
+            sizes: The number of positions in each slot.
+            columns: The number of columns that each slot takes.
         """
         long = sum([size for size in sizes if size >= self.trunk])
         rest = max([size for size in sizes if size < self.trunk], default=0)
@@ -108,7 +109,7 @@ class SharingCosts:
         return [owner for size, owner in tails if size >= self.trunk]
 
     def outliers_of(self, tails: Iterable[tuple[int, T]]) -> list[T]:
-        """The long slots, or few others, that make all slots much longer than their contents.
+        """The long slots, or a few others, that make all slots much longer than their contents.
 
         Args:
             tails: The size of each slot, and its owner.
@@ -129,25 +130,26 @@ class BatchCost(Generic[T]):
     """Sequences that are computed together, and what one more would cost.
 
     Args:
-        least: A sequence waits for another one for at least so many tokens; infinite if none does.
-        nests: Whether two, of which one begins with the other, are computed at once in any case.
+        least: The fewest tokens for which a sequence waits for another one; infinite if sequences
+            never wait.
+        nests: Whether a sequence and a prefix of it are always computed in one forward.
     """
 
     def __init__(self, least: float, nests: bool = False) -> None:
         self._least, self._nests = least, nests
-        # Of sequences that compute fewer, no key is made: it would take as long as they are.
+        # No key is made of a sequence that computes fewer tokens: making it would take too long.
         self._new = min(least, 2) if nests else least
         self._index: PrefixIndex[bytes, tuple[T, int]] = PrefixIndex()
 
     def add(self, sequence: TokenSequence, known: int, value: T) -> None:
-        """Compute this sequence, of which so many leading tokens are there, with the others."""
+        """Add a sequence to the batch. The state of its ``known`` leading tokens is kept."""
         if sequence.length - known >= self._new:  # else it computes too little for others
             self._index.add(sequence.key, (value, known))
 
     def leader(self, sequence: TokenSequence, known: int) -> tuple[T | None, int]:
-        """Which of them a sequence may wait for, if any, and how many of its leading tokens it then
-        need not compute; ``known`` of these are already there. None of them where it is inside of
-        that one."""
+        """The sequence of the batch that another one may wait for, if any, and how many leading
+        tokens the waiting one need not compute then. The state of ``known`` tokens is kept already.
+        A sequence inside one of the batch waits for none."""
         if sequence.length - known < self._new:
             return None, known
         nearest, common = self._index.nearest(sequence.key)
@@ -168,7 +170,7 @@ Family = tuple[list[Slot], list[int]]
 
 
 def families_of(slots: Iterable[Slot]) -> list[Family]:
-    """Slots by the place that they stand on, and their common positions after it."""
+    """Slots by the trunk and position that they stand on, with their common positions after it."""
     families: dict[tuple[Trunk | None, int], list[tuple[bytes, Slot]]] = {}
     for key, slot in sorted(((slot.key, slot) for slot in slots), key=itemgetter(0)):
         families.setdefault((slot.parent, slot.start), []).append((key, slot))
@@ -182,9 +184,9 @@ def families_of(slots: Iterable[Slot]) -> list[Family]:
 
 
 def common_parts(family: Family, least: int) -> Iterator[tuple[list[Slot], int]]:
-    """Parts that slots have in common, each of which saves at least so many positions as a trunk:
-    that which saves most, then those of the slots on its left and on its right. Each with the
-    position where it stops."""
+    """Common parts of slots that save at least this many positions as trunks, each with the
+    position at which it stops: first the part that saves most, then those of the slots on its left
+    and on its right."""
     left = [family]
     while left:
         slots, shared = left.pop()
@@ -196,22 +198,22 @@ def common_parts(family: Family, least: int) -> Iterator[tuple[list[Slot], int]]
 
 
 def best_part(shared: Sequence[int]) -> tuple[int, int, int, int]:
-    """The common part of neighbours that saves most as a trunk: how many copies it saves, the first
-    and the last of them, and its size.
+    """The common part of neighbouring slots that saves most as a trunk: how many positions it
+    saves, the first and the last slot, and its size.
 
     Args:
-        shared: How much each has in common with the next.
+        shared: How many positions each slot has in common with the next one.
     """
     parts = ((size * (last - first), first, last, size) for first, last, size in parts_of(shared))
     return max(parts, key=itemgetter(0), default=(0, 0, 0, 0))
 
 
 def parts_of(shared: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """All that neighbours have in common: the first and the last of them, and its size. What more
-    of them have is one, what fewer have more of is another.
+    """All common parts of neighbouring slots: the first and the last slot, and the size. A part may
+    lie within a longer run of slots that have less in common.
 
     Args:
-        shared: How much each has in common with the next.
+        shared: How many positions each slot has in common with the next one.
 
     Examples:
         >>> sorted(parts_of([3, 1, 0, 2, 2]))

@@ -39,8 +39,9 @@ class Tree:
         self._pins: set[Segment] = set()
         self._ends: dict[tuple[int, int], Segment] = {}  # the kept ones by name
         self._free: list[int] = []  # a heap: the lowest is taken first
-        # The kept ones by key, for searches, and the keys, as of the last search; since then some
-        # have gone or changed, whose keys these are, and some have come or changed.
+        # Kept segments by key and the sorted keys, both as of the last search. Since then, the keys
+        # in ``_gone`` have been dropped or changed, and the segments in ``_come`` are new or
+        # changed.
         self._sorted: list[Segment] = []
         self._keys: list[bytes] = []
         self._gone: list[bytes] = []
@@ -58,8 +59,8 @@ class Tree:
 
     def start_of(self, sequence: TokenSequence) -> tuple[Segment | None, int]:
         """The segment that shares the most leading tokens with a sequence, and how many. In the
-        usual step, a known context and a token more, that is one look-up: of what another segment
-        might share beyond the parent, all must be computed in any case."""
+        usual step, in which a known context grows by one token, this is one look-up: the new token
+        must be computed anyway, whatever other segments share."""
         state, found, shared = sequence.looked_up
         if state is not self.state:  # else nothing has changed since it was found
             tokens = sequence.tokens
@@ -95,7 +96,7 @@ class Tree:
             self._gone.append(segment.key)
 
     def _sort(self) -> None:
-        """Sort the kept ones by key: the few that have changed one by one, else all anew."""
+        """Sort the kept segments by key: one by one if few have changed, otherwise all again."""
         if KEYS_PER_CHANGE * (len(self._gone) + len(self._come)) > len(self._keys):
             self._sorted = sorted(self.kept, key=attrgetter("key"))
             self._keys = [segment.key for segment in self._sorted]

@@ -30,10 +30,10 @@ class Trunks:
     """Makes trunks of slots, and joins trunks.
 
     Args:
-        tree: What is kept.
-        capacity: Makes room for them.
+        tree: The kept segments.
+        capacity: Makes room for trunks.
         table: Carries out commands.
-        costs: The numbers.
+        costs: The numbers for decisions on sharing.
     """
 
     def __init__(self, tree: Tree, capacity: Capacity, table: Table, costs: SharingCosts) -> None:
@@ -42,7 +42,8 @@ class Trunks:
         self._table = table
         self._ample, self._tight = costs, evolve(costs, plenty=0)
         self._new_slots = 0  # since slots were last looked at for what they have in common
-        # What a look for slots that are too long was made with, if it found none; new slots since.
+        # The arguments of the last search for slots that are too long, if it found none, and how
+        # many slots are new since then.
         self._vain: tuple[int, SharingCosts, int] | None = None
         self._since_vain = 0
 
@@ -51,18 +52,18 @@ class Trunks:
         those of a batch.
 
         Returns:
-            Whether some were.
+            Whether a trunk was made.
         """
         changed = False
         protected = {placement.found for placement in batch if placement.found is not None}
-        # A context that extends its slot, or ends in it, runs there: alone it shares nothing.
+        # A context that extends its slot, or ends in it, runs there and shares nothing by itself.
         new = [placement for placement in batch if not placement.continued]
         forked = {placement.found for placement in new}
         wanted: dict[Slot, list[int]] = {}
         for placement in batch if new else ():
             if isinstance(placement.found, Slot) and placement.found in forked:
                 wanted.setdefault(placement.found, []).append(placement.start)
-        # What was set apart is weighed as it was then: as slots.
+        # Slots that have become trunks are weighed as the slots that they were.
         whole = [placement for placement in new if placement.cut == placement.sequence.length]
         apart = [placement.sequence.length - placement.base for placement in whole]
         columns = max([needs.columns, *apart])
@@ -83,28 +84,29 @@ class Trunks:
         return changed
 
     def _too_late(self, slots: int, columns: int, parts: Sequence[tuple[Slot, int]]) -> bool:
-        """Whether slots that share nothing, because there was plenty of room, would now become a
-        trunk each. What they have in common comes first."""
+        """Whether slots that were not made trunks while there was plenty of room would each become
+        one now. Their common prefixes are made trunks first."""
         if not self._ample.plenty or self.costs(slots, columns) is self._ample:
             return False
         return len(parts) > 0 or any(slot.size >= self._tight.trunk for slot in self._tree.slots)
 
     def costs(self, slots: int, columns: int) -> SharingCosts:
-        """What sharing is weighed with, where so many new slots come, and all have at least so many
-        columns."""
+        """The numbers for decisions on sharing when this many slots are added and all slots have at
+        least this many columns."""
         columns = max(columns, self._tree.columns)
         return self._tight if self._capacity.is_tight(slots, columns) else self._ample
 
     def too_long(
         self, columns: int, new: Sequence[tuple[int, T]], grown: Set[Slot] = frozenset()
     ) -> list[Slot | T]:
-        """What should rather be a trunk: the slots that make all others much longer than their
-        contents, and every long one where memory is short, because a slot is copied to become one.
+        """The slots that should become trunks: those that make all others much longer than their
+        contents, and every long slot once memory is short, because a slot is copied to become a
+        trunk.
 
         Args:
-            columns: As many as a batch takes.
-            new: The size of each slot that the batch adds, and its owner.
-            grown: Slots in whose place some of these come.
+            columns: The columns that the batch needs.
+            new: The size and the owner of each slot that the batch adds.
+            grown: The slots that some of the new ones replace.
         """
         tree = self._tree
         asked, columns, more = columns, max(columns, tree.columns), len(new) - len(grown)
@@ -131,8 +133,8 @@ class Trunks:
         return found
 
     def _was_in_vain(self, columns: int, costs: SharingCosts, new: int) -> bool:
-        """Whether the last look at all slots found none that is too long, and not much has changed:
-        of thousands of slots a look in every step would take longer than the step."""
+        """Whether the last search found no slot that is too long, and not much has changed since.
+        With thousands of slots, a search in every step would take longer than the step."""
         self._since_vain += new
         if self._vain is None:
             return False
@@ -141,8 +143,8 @@ class Trunks:
         return columns <= most and costs is weighed and SLOTS_PER_NEW_SLOT * changed < slots
 
     def share_common(self, needs: Needs) -> bool:
-        """If the table would take much more than its contents, turn into trunks what slots have in
-        common, and the few slots that are longer than all others.
+        """If the table would take much more room than its contents, turn common prefixes of slots
+        into trunks, and the few slots that are longer than all others.
 
         Returns:
             Whether some were.
@@ -165,14 +167,13 @@ class Trunks:
         return done
 
     def _are_kept(self, slots: Iterable[Slot]) -> bool:
-        """Whether slots that were chosen are all still there. The split of an earlier choice may
-        have dropped one: to make room, or because the new trunk is equal to it and takes its place,
-        although it stands elsewhere in the tree."""
+        """Whether all chosen slots still exist. An earlier split may have dropped one: to make
+        room, or because an equal trunk has taken its place elsewhere in the tree."""
         return all(slot in self._tree.slots for slot in slots)
 
     def _enough_new(self, needs: Needs) -> bool:
-        """Count the new slots of a table that would grow. Where the budget is spent that is every
-        one, so slots are looked at when some are new, or one is longer."""
+        """Count the new slots of a table that would grow. Once the budget is spent, every new slot
+        counts: slots are searched when enough are new, or one is longer."""
         slots, longer = len(self._tree.slots), needs.columns > self._tree.columns
         if slots + needs.slots <= self._tree.allocated and not longer:
             return False
@@ -183,7 +184,7 @@ class Trunks:
         return enough
 
     def _splits(self, needs: Needs, costs: SharingCosts | None) -> list[tuple[list[Slot], int]]:
-        """Slots, and where to cut them; none if the table has little unused room."""
+        """Groups of slots with the positions to cut them at; none if little room is unused."""
         tree = self._tree
         slots = list(tree.slots)
         count = len(slots) + needs.slots
@@ -210,12 +211,12 @@ class Trunks:
         return []
 
     def split(self, slots: Sequence[Slot], cut: int, protected: Iterable[Segment] = ()) -> bool:
-        """Store as a trunk what slots have in common up to position ``cut``; the rest of each slot
+        """Store the common positions of slots up to ``cut`` as a trunk; the rest of each slot
         stands on it.
 
         Args:
             slots: Slots with the same parent and start.
-            cut: A position after their first one, and within each of them.
+            cut: A position after the slots' first one, and within each slot.
             protected: Segments that must stay.
 
         Returns:
@@ -251,7 +252,7 @@ class Trunks:
         return trunk
 
     def _move(self, slots: Sequence[Slot], trunk: Trunk) -> None:
-        """Let what slots hold beyond a trunk stand on that trunk."""
+        """Move the positions of slots beyond a trunk to the front, so that they stand on it."""
         columns = max(slot.stop for slot in slots) - trunk.stop
         try:
             self._table.do(Shift(tuple(slots), trunk.stop - slots[0].start, columns))
@@ -294,7 +295,7 @@ class Trunks:
             self._join(chosen)
 
     def _can_join(self, upper: Trunk, below: Trunk, staying: set[Segment]) -> bool:
-        """Whether the key of the trunk below may go, and its positions beyond ``upper.start``."""
+        """Whether the trunk below may lose its key and its positions beyond ``upper.start``."""
         return not below.pinned and (below not in staying or below.stop == upper.start)
 
     def _join(self, upper: Trunk) -> None:
