@@ -219,17 +219,17 @@ def require_all_read(
 
 
 def require_same(folder: Path | None, settings: Any, names: Iterable[str], engine: str) -> None:
-    """For engines that take embeddings for the output layer, or the other way round, where the
-    configuration ties them. transformers takes an output layer that the checkpoint has besides.
+    """Refuse a checkpoint with an output layer that differs from the embeddings to which the
+    configuration ties it. transformers uses both; this is for engines that use one for the other.
 
     Args:
-        folder: Where the checkpoint is; ``None`` passes.
+        folder: The folder of the checkpoint; with ``None`` nothing is compared.
         settings: See :func:`genlm.kit.settings.settings_of`.
-        names: Of weights that are one and the same in transformers.
-        engine: The engine's name, for people.
+        names: The names of weights that are tied in transformers.
+        engine: The engine's name, for messages.
 
     Raises:
-        EngineError: the checkpoint has two that differ.
+        EngineError: the checkpoint has two of these weights, and they differ.
     """
     wanted = {*names}
     found = {} if folder is None else dict(_tensors(weight_files(folder), wanted))
@@ -261,8 +261,8 @@ def tied(empty: torch.nn.Module) -> list[set[str]]:
 
 
 def require_weights(model: str, settings: Any) -> None:
-    """For engines that leave weights which a checkpoint lacks as they were in memory. A checkpoint
-    with names that transformers would first convert is not looked at.
+    """Refuse a checkpoint that lacks weights. This is for engines that would compute with whatever
+    was in memory in their place. A checkpoint whose names transformers converts is not compared.
 
     Raises:
         ModelNotFoundError: weights are missing.

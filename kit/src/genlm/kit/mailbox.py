@@ -1,4 +1,4 @@
-"""A queue that anybody may put into, in the middle of any line."""
+"""A queue that may be put into at any line of a program, also by signal handlers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Messages to one thread, from anybody: other threads, signal handlers, the garbage collector.
+    """Messages to one thread from other threads, signal handlers and the garbage collector.
 
     A ``queue.SimpleQueue`` would do, but before Python 3.13 its ``get(timeout=...)`` may wait for
     ever. It tries a lock, which is often free, and then computes the time left. On a busy machine

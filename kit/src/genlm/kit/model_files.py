@@ -127,7 +127,7 @@ def ids_of(named: Any) -> list[int]:
 def _read(
     model: str, name: str, revision: str | None, cache_dir: str | None
 ) -> dict[str, Any] | None:
-    """A file of a model's that holds a JSON object; ``None`` where there is none."""
+    """The JSON object in a file of a model; ``None`` if the file does not exist."""
     folder = local_folder(model, revision, cache_dir)
     try:
         if folder is None or not (folder / name).is_file():
@@ -141,7 +141,8 @@ def _read(
 def local_folder(
     model: str, revision: str | None = None, cache_dir: str | None = None
 ) -> Path | None:
-    """Where the files of a model are that is a folder, or in the hub's cache; else ``None``."""
+    """The folder with the files of a model: the model's own folder, or the one in the hub's cache;
+    ``None`` if there is none."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import try_to_load_from_cache
@@ -154,7 +155,7 @@ def local_folder(
 
 
 def require_object(file: Path) -> dict[str, Any]:
-    """What a JSON file of a model's holds.
+    """The object in a JSON file of a model.
 
     Raises:
         ModelNotFoundError: it holds no JSON object.

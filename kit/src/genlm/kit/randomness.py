@@ -11,8 +11,8 @@ import numpy as np
 
 @contextlib.contextmanager
 def left_alone() -> Iterator[None]:
-    """Give the generators of Python and NumPy back the states that they had before: an engine may
-    seed them as it loads. It seeds PyTorch's too, and that one it goes on to draw from."""
+    """Restore the states of Python's and NumPy's generators afterwards, because an engine may seed
+    them when it loads. PyTorch's generator is not restored: the engine draws from it."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         yield

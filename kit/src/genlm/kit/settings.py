@@ -60,8 +60,8 @@ def settings_of(name: str | Path, revision: str | None = None) -> Any:
 
 
 def whole_settings_of(name: str | Path, revision: str | None = None) -> Any:
-    """The same of all that is in the folder: of a model that also sees, its language model is a
-    part."""
+    """The settings of the whole folder. For a multimodal model, those of the language model are a
+    part of them."""
     from transformers import AutoConfig
 
     try:
@@ -72,7 +72,7 @@ def whole_settings_of(name: str | Path, revision: str | None = None) -> Any:
 
 
 def language_part(whole: Any) -> str | None:
-    """Under what name the settings of a model that also sees keep those of its language model."""
+    """The name under which a multimodal model's settings have those of its language model."""
     settings = whole.get_text_config(decoder=True)
     return next((n for n in whole.sub_configs if getattr(whole, n, None) is settings), None)
 
@@ -124,7 +124,7 @@ def _changed_rope(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 def _merged(
     own: Mapping[str, Any], scaling: Mapping[str, Any], flat: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Scaled rotary settings, with those of the model's own that are no part of a scaling."""
+    """Scaled rotary settings, completed by the model's own settings that belong to no scaling."""
     if scaling is own:
         return {**own, **flat}
     kept = {name: own[name] for name in ROPE_KEPT if name in own}
@@ -149,7 +149,7 @@ def in_transformers(settings: Any) -> torch.nn.Module | None:
 
 @cache
 def is_read(family: str, setting: str) -> bool:
-    """Whether the code of a family in transformers names a setting; true where it is not there."""
+    """Whether transformers' code for a family names a setting; true if the code is not found."""
     import transformers.models
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
@@ -229,8 +229,8 @@ def _rotary_module(settings: Any) -> Any:
 
 
 def rope_limits(settings: Any) -> dict[str, int]:
-    """The types of rotary embeddings whose angles are others in longer contexts, for all positions,
-    and the longest context before."""
+    """The types of rotary embeddings that have other angles, for all positions, in contexts beyond
+    a length; and that length."""
     found: dict[str, int] = {}
     for given in rope_parameters(settings).values():
         match given.get("rope_type"):
