@@ -274,12 +274,10 @@ class EndOfTextStops(Recurrent):
 
 @breaks("long_continuations")
 class DrawsEndAt64(Recurrent):
-    """A draw has at most 64 tokens."""
+    """A draw of at most a hundred tokens, which are not declined, ends after 64."""
 
-    @hookimpl
-    def genlm_sample(self, queries, params):
-        cut = [evolve(how, max_tokens=min(how.max_tokens, 64)) for how in params]
-        return super().genlm_sample(queries, cut)
+    def draw(self, query, how):
+        return super().draw(query, evolve(how, max_tokens=min(how.max_tokens, 64)))
 
 
 @breaks("temperature_zero_is_argmax")

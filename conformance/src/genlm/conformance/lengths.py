@@ -418,7 +418,8 @@ class ContinuationClauses:
             for longer in (text[:-1], text):
                 after = (*longer, contexts.tokens[1])
                 live.check_row(after, how="going on from what was scored")
-        for n, stops in ((live.scaled(200, 140), False), (21, True)):
+        # An engine may decline the longest draw, and make the one before it.
+        for n, stops in ((96, False), (live.scaled(200, 140), False), (21, True)):
             prompt = contexts.long(min(9, contexts.limit - 2), 2)
             most = min(n, live.longest, contexts.limit - len(prompt) - 1)
             drawn = live.sample(prompt, most, temperature=0.0)
