@@ -16,12 +16,16 @@ from genlm.kit.adapter_files import PREFIX, WEIGHTS, AdapterFolder, Feature, rea
 def require_same_embeddings(
     model: Any, folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """PEFT saves the embeddings of the base model beside LoRA matrices of them, and modules that
-    were trained whole; they may be of another model than this one, whose parameters have these
-    shapes.
+    """Refuse an adapter whose copies of base weights belong to another model. PEFT saves embeddings
+    beside LoRA matrices of them, and modules that were trained whole.
+
+    Args:
+        model: The base model.
+        folder: The adapter.
+        parameters: The shapes of the model's parameters.
 
     Raises:
-        InvalidAdapterError: they are.
+        InvalidAdapterError: a saved weight has another shape than the model's.
     """
     retrained = {
         name.removeprefix(PREFIX): tensor
@@ -56,8 +60,9 @@ def require_same_embeddings(
 
 
 def require_plain_weights(model: Any, folder: AdapterFolder) -> None:
-    """PEFT copies modules that were trained whole, and reads the weights below DoRA: of those
-    that are quantised it makes others (bitsandbytes packs 4-bit weights anew for the CPU).
+    """Refuse an adapter for which PEFT would read quantised weights: it copies modules that were
+    trained whole, and reads the weights below DoRA. It would read other numbers than the weights
+    have (bitsandbytes packs 4-bit weights again for the CPU).
 
     Raises:
         UnsupportedError: such weights are quantised.
@@ -67,7 +72,7 @@ def require_plain_weights(model: Any, folder: AdapterFolder) -> None:
         weight = getattr(module, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.is_floating_point():
             continue
-        # PEFT takes every module whose name ends so, and what is below it.
+        # PEFT takes every module whose name ends with this one, and the modules inside it.
         is_retrained = any(f"{saved}." in f"{name}." for saved in folder.retrained)
         if is_retrained or below_dora:
             kind = Feature.RETRAINED if is_retrained else Feature.DORA
@@ -80,10 +85,11 @@ def require_plain_weights(model: Any, folder: AdapterFolder) -> None:
 
 @contextmanager
 def plain_state_dicts(model: torch.nn.Module) -> Iterator[None]:
-    """While it lasts, no module does more for its ``state_dict()`` than to name its tensors.
+    """Inside the block, ``state_dict()`` of every module only collects its tensors.
 
-    PEFT asks the whole model for the names of its own tensors. bitsandbytes packs 4-bit weights for
-    the CPU, and unpacks them in place for a state dict: with a loss, and other scales than before.
+    PEFT asks the whole model for the names of its own tensors. For a state dict, bitsandbytes
+    unpacks the 4-bit weights that it has packed for the CPU, in place: this loses precision and
+    changes scales.
     """
     plain = torch.nn.Module._save_to_state_dict
     others = [one for one in model.modules() if type(one)._save_to_state_dict is not plain]
@@ -98,8 +104,8 @@ def plain_state_dicts(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def asked_for_own_tokens(model: torch.nn.Module) -> Iterator[None]:
-    """While it lasts, embeddings of which an adapter trained single tokens name those of this
-    adapter alone. PEFT (to 0.21) looks for them in the file of every adapter that it loads."""
+    """Inside the block, embeddings with single trained tokens name only the tokens of the adapter
+    that is loaded. PEFT (up to 0.21) looks for the tokens of every adapter in each file."""
     from peft.utils.other import TrainableTokensWrapper
 
     def own(wrapper: Any, name: str) -> dict[str, str]:

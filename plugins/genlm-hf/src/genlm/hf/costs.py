@@ -8,15 +8,15 @@ from attrs import frozen
 
 @frozen
 class Costs:
-    """What is done on a device instead of launching more kernels.
+    """How much extra work takes as long as launching more kernels on a device.
 
     Attributes:
-        slot_by_slot: Whether nothing is: then a fork copies slot by slot. Elsewhere all slots are
-            copied together, and twice.
-        products: Attention over slots may be padded by so many tokens, times columns.
+        slot_by_slot: Whether launching costs nothing, so that a fork copies slot by slot.
+            Otherwise all slots are copied together, twice.
+        products: By how many tokens, times columns, attention over slots may be padded.
         plenty: See :class:`genlm.kit.kv.sharing.SharingCosts`. On an H200, launching the kernels of
-            a trunk took as long as computing about so many positions in slots.
-        forward: So many tokens more would take as long as a forward of their own.
+            a trunk took as long as computing about this many positions in slots.
+        forward: How many tokens take as long as one more forward.
     """
 
     slot_by_slot: bool = False
@@ -25,10 +25,10 @@ class Costs:
     forward: int = 1024
 
 
-#: By the kind of device. All others launch kernels.
+#: The costs by kind of device. All devices that are not listed launch kernels.
 COSTS = {"cpu": Costs(slot_by_slot=True, products=0, plenty=0, forward=16)}
 
 
 def costs_of(device: torch.device) -> Costs:
-    """What launching a kernel costs on a device."""
+    """The costs of launching kernels on a device."""
     return COSTS.get(device.type, Costs())

@@ -17,13 +17,13 @@ TOKENS = "trainable_token_indices"
 
 
 def lora_config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]) -> Any:
-    """The configuration that PEFT gets: made anew from what the file holds and the model has, so
-    that no expression of the file is run, nothing is imported by it, no base weight is initialised
-    anew, and nothing is compared or allocated that the model does not have.
+    """The configuration that PEFT gets. It is made from the names that both the file and the model
+    have. So no expression of the file is run, it imports nothing, no base weight is initialised
+    again, and PEFT allocates nothing for modules that the model lacks.
 
     Raises:
-        InvalidAdapterError: it adapts parameters that the model has not, or of another shape; or
-            the file lacks a module that was trained whole.
+        InvalidAdapterError: the adapter adapts parameters that the model lacks, or that have
+            another shape there; or the file lacks a module that was trained whole.
     """
     from peft import LoraConfig
 
@@ -60,13 +60,13 @@ def lora_config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
 def changes(
     model: Any, config: Any, parameters: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[str, str]]:
-    """How an adapter changes the layers of a model: by layer, the setting that says so, and the
-    module that PEFT wraps for it.
+    """How an adapter changes the layers of a model: for each layer, the setting that adapts it, and
+    the module that PEFT wraps.
 
     Args:
         model: The model.
-        config: What PEFT gets of the adapter.
-        parameters: Of the model without adapters.
+        config: The adapter's configuration for PEFT.
+        parameters: The parameters of the model without adapters.
     """
     changed = {name: ("LoRA", name) for name in sorted(config.target_modules)}
     for parameter in config.target_parameters or ():
@@ -122,14 +122,14 @@ def require_known_tokens(
 
 
 def _one_of(names: Iterable[str]) -> str:
-    """An expression that matches these names alone, each whole."""
+    """A regular expression that matches exactly these names."""
     return f"^(?:{'|'.join(map(re.escape, names))})"
 
 
 def _target_parameters(
     folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """The parameters that are adapted themselves, by their whole names.
+    """The parameters that PEFT adapts themselves, by their full names.
 
     PEFT wraps a module once for each of its parameters: the file has as many pairs of matrices.
     """

@@ -1,4 +1,5 @@
-"""Attention over a part of what a token attends to, with what it takes to merge the parts."""
+"""Attention over a part of the positions that a token attends to, with the log-sum-exp by which
+parts are merged."""
 
 from __future__ import annotations
 
@@ -25,15 +26,15 @@ class Partial:
 
     @classmethod
     def cat(cls, parts: Sequence[Partial]) -> Partial:
-        """Parts of different tokens, one after the other."""
+        """The parts of different tokens, joined in one."""
         return cls(
             torch.cat([part.output for part in parts]),
             torch.cat([part.log_sum_exp for part in parts]),
         )
 
     def merge(self, tokens: slice | torch.Tensor, other: Partial) -> None:
-        """Add further positions of some of the tokens, in place. In ``other`` heads may take two
-        dimensions."""
+        """Merge attention over further positions into that of some tokens, in place. The heads of
+        ``other`` may take two dimensions."""
         output, mine = self.output[tokens], self.log_sum_exp[tokens]
         shape = other.log_sum_exp.shape
         both = mine.view(shape)
@@ -44,7 +45,7 @@ class Partial:
             self.output[tokens], self.log_sum_exp[tokens] = output, mine
 
     def with_sinks(self, sinks: torch.Tensor) -> Partial:
-        """The same with a logit for each head that takes mass and gives nothing."""
+        """This attention with sinks: one logit for each head that takes mass and adds no value."""
         both = torch.logaddexp(self.log_sum_exp, sinks.float())
         weight = (self.log_sum_exp - both).exp_().unsqueeze(-1)
         return Partial(self.output * weight.to(self.output.dtype), both)
@@ -64,10 +65,10 @@ def partial_attention(
     Args:
         query: ``[batch, heads, tokens, dim]``.
         key, value: ``[batch, kv_heads, positions, dim]``; ``heads`` is a multiple of ``kv_heads``.
-        mask: To add to the logits, ``[batch, 1, tokens, positions]``.
-        scale: What products of queries and keys are multiplied with.
+        mask: Added to the logits, ``[batch, 1, tokens, positions]``.
+        scale: The factor on products of queries and keys.
         causal: Whether token ``i`` attends to positions up to ``i`` only; needs no mask.
-        softcap: Where the logits' absolute values are capped (Gemma 2).
+        softcap: The cap on the absolute values of the logits (Gemma 2).
 
     Returns:
         ``[batch, tokens, heads, dim]`` and ``[batch, tokens, heads]``.
@@ -79,7 +80,7 @@ def partial_attention(
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
         output, log_sum_exp = attend(query, key, value, None, scale, True, softcap)
         return Partial(output.transpose(1, 2), log_sum_exp.transpose(1, 2))
-    # The heads that share a key are further queries: no key is read twice.
+    # Heads that share a key become further queries of one head, so that no key is read twice.
     grouped = query.reshape(batch, kv_heads, groups * tokens, query.shape[-1])
     if mask is not None and groups > 1:
         mask = mask.repeat(1, 1, groups, 1)
@@ -97,8 +98,8 @@ def attend(
     causal: bool,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with as many heads of each; by a kernel that gives the log-sum-exp, where one
-    can."""
+    """Attention with equally many heads of queries, keys and values; by a kernel that returns the
+    log-sum-exp, if there is one."""
     device = query.device.type
     if softcap is None and query.dtype in FUSED and key.shape[-1] == value.shape[-1]:
         if device == "cpu":

@@ -12,7 +12,7 @@ COUNTS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 
 
 def longest_context(model: Any) -> int | None:
-    """The most tokens that a model has positions for; ``None`` where it counts none."""
+    """The most tokens that a model has positions for; ``None`` if its positions are not limited."""
     config = model.config.get_text_config(decoder=True)
     named = [getattr(config, name, None) for name in COUNTS]
     counts = [count for count in named if isinstance(count, int) and count > 0]
@@ -20,14 +20,14 @@ def longest_context(model: Any) -> int | None:
         return None
     longest = min(counts)
     for name, table in model.named_modules():
-        # RoBERTa counts from behind the number of the padding token: the table lacks as many.
+        # RoBERTa's positions begin after the id of the padding token, so as many fewer are left.
         padding = getattr(table, "padding_idx", None)
         if name.endswith("position_embeddings") and padding is not None:
             longest = min(longest, table.num_embeddings - padding - 1)
     stretch = max((one["factor"] for one in rope_scalings(config, "dynamic")), default=1.0)
     if (rope := getattr(config, "rope_parameters", None) or {}).get("rope_type") == "linear":
         stretch = max(stretch, rope.get("factor") or 1.0)  # in all layers, so not as in Gemma 3
-    # Who switches YaRN on, as Qwen says how, leaves the count of positions as it was.
+    # YaRN is often switched on as Qwen describes it, which leaves the number of positions as it is.
     original = "original_max_position_embeddings"
     yarn = [(one.get("factor"), one.get(original)) for one in rope_scalings(config, "yarn")]
     return int(max([longest * stretch, *(factor * n for factor, n in yarn if factor and n)]))

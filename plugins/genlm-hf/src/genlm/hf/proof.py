@@ -10,16 +10,16 @@ from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
 from genlm.kit.memory import is_out_of_memory
 
-#: How far the row of one context may be from itself: the least tolerance in nats, and the factor on
-#: what lies between two forwards.
+#: How far apart two rows of one context may be: at least so many nats, and otherwise this many times
+#: the distance between two forwards.
 LEAST_APART, NOISE_MARGIN = 1e-3, 8.0
 
 
 class BaseRow:
-    """A row of the base model, to be computed again later.
+    """A row of the base model, computed before an adapter is added and again afterwards.
 
-    PEFT puts layers around the model's own. It may change those, such as quantised ones that do
-    more than to hold tensors.
+    PEFT wraps layers of the model. This may change them: some quantised layers do more than hold
+    tensors.
 
     Args:
         runner: Runs forwards.
@@ -32,7 +32,7 @@ class BaseRow:
         self._tolerance = max(LEAST_APART, NOISE_MARGIN * noise)
 
     def is_unchanged(self) -> bool:
-        """Whether the model gives that row still."""
+        """Whether the model still gives this row."""
         try:
             row = self._compute()
         except Exception:  # a layer that is no longer whole may raise anything
@@ -40,7 +40,7 @@ class BaseRow:
         return torch.allclose(row, self._row, rtol=0.0, atol=self._tolerance, equal_nan=True)
 
     def error(self, adapter: Adapter) -> GenlmError:
-        """What to raise once an adapter that changed the base model has been removed."""
+        """The error to raise after an adapter that changed the base model has been removed."""
         what = f"LoRA adapter {adapter.path} changes the rows of this base model"
         if self.is_unchanged():
             return UnsupportedError(

@@ -1,4 +1,4 @@
-"""The schedule: what one step computes of all that waits."""
+"""The schedule: which waiting requests one step computes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class StepPlan(Generic[R]):
     """What to compute in one step.
 
     Attributes:
-        answered: What it answers, and the requests for that, which wait no longer.
-        chunk: What it computes besides: the beginning of a further one; ``None`` for nothing.
+        answered: The sequences that the step answers, with their requests, which no longer wait.
+        chunk: The beginning of a further context, which the step also computes; ``None`` if there
+            is none.
     """
 
     answered: Mapping[TokenSequence, R]
@@ -29,23 +30,23 @@ class StepPlan(Generic[R]):
 
 
 class Schedule(Generic[R]):
-    """Keeps what waits, and chooses what to compute, so that no request waits long for somebody
-    else's long context.
+    """Keeps the waiting requests, and chooses what to compute, so that no request waits long for
+    the long context of another one.
 
-    It decides which of the waiting requests a step answers, and of which other one it computes a
-    chunk. It does not decide how these are computed: it asks the evaluator what is known and what
-    one more would cost, and hands it the sequences.
+    The schedule decides which waiting requests a step answers, and of which other request it
+    computes a chunk. The evaluator decides how sequences are computed; it says how many tokens of a
+    sequence are known, and what one more sequence would cost.
 
-    A step computes about ``size`` tokens. At most half of them are for the requests that lack
-    least. The rest are for the requests in the order asked, and the first of them that lacks more
-    gets as much of its context computed as there is room: a chunk. So a short request waits for
-    little more than one chunk, and no request waits for ever behind others.
+    A step computes about ``size`` tokens. At most half of them are for the requests with the fewest
+    missing tokens. The rest are for the requests in the order asked. The first of these that needs
+    more tokens than are left gets a chunk: as many tokens of its context as there is room for. So a
+    short request waits for little more than one chunk, and no request waits for ever.
 
-    What is known of an unfinished context is kept as that of any other. If it was evicted since,
-    for lack of memory, the context is computed whole: it is not evicted a second time.
+    The state of an unfinished context is kept like that of any other context. If it has been
+    evicted for lack of memory, the context is computed whole, so it is not evicted a second time.
 
     Args:
-        evaluator: Says what is known of sequences.
+        evaluator: Says how many tokens of a sequence are known.
         size: The most tokens of a chunk.
     """
 
@@ -53,28 +54,28 @@ class Schedule(Generic[R]):
         self._evaluator = evaluator
         self._size = size
         self._waiting: dict[TokenSequence, R] = {}  # in the order asked
-        # Whose beginning the last chunk was, and where that stopped.
+        # The sequence of which the last chunk was the beginning, and where the chunk ended.
         self._begun: tuple[TokenSequence, int] | None = None
 
     def __bool__(self) -> bool:
-        """Whether anything waits."""
+        """Whether any request waits."""
         return bool(self._waiting)
 
     def add(self, requests: Mapping[TokenSequence, R]) -> None:
-        """Requests wait for their sequences."""
+        """Let requests wait for their sequences."""
         self._waiting.update(requests)
 
     def drop(self, requests: Container[R]) -> None:
-        """These requests wait no longer, if they did."""
+        """Drop those of these requests that wait."""
         self._waiting = {one: asks for one, asks in self._waiting.items() if asks not in requests}
 
     def clear(self) -> None:
-        """Forget what waits."""
+        """Drop all waiting requests."""
         self._waiting.clear()
         self._begun = None
 
     def next(self) -> StepPlan[R]:
-        """Choose."""
+        """Choose the next step."""
         step = self._next()
         if len(step.answered) == len(self._waiting):
             self._waiting, self._begun = {}, None
@@ -85,11 +86,11 @@ class Schedule(Generic[R]):
 
     def _next(self) -> StepPlan[R]:
         waiting = self._waiting
-        if len(waiting) > self._size:  # each lacks a token at least: no more can be answered
+        if len(waiting) > self._size:  # each needs at least one token, so no more can be answered
             waiting = dict(islice(waiting.items(), self._size))
         lengths = [one.length for one in waiting]
         if sum(lengths) <= self._size:
-            return StepPlan(waiting)  # without a look at what is known
+            return StepPlan(waiting)  # so there is no need to look up known tokens
         found = self._evaluator.known([*waiting])
         if sum(lengths) - sum(found) <= self._size:
             return StepPlan(waiting)
@@ -102,7 +103,8 @@ class Schedule(Generic[R]):
         return StepPlan({one: waiting[one] for one in chosen.sequences}, chunk)
 
     def _in_turn(self, chosen: _Chosen) -> TokenSequence | None:
-        """Fill up in the order asked; the chunk of the first that does not fit."""
+        """Choose further requests in the order asked; returns the chunk of the first request that
+        does not fit."""
         left = [one for one in chosen.known if one not in chosen.sequences]
         for turn, one in enumerate(left):
             if chosen.takes(one):
@@ -111,7 +113,7 @@ class Schedule(Generic[R]):
                 chunk = self._chunk(one, chosen)
                 for other in left[turn + 1 :]:
                     if chunk is not None and other.length <= chunk.length:
-                        chosen.takes(other)  # if it is inside of the chunk
+                        chosen.takes(other)  # which costs nothing if it is inside the chunk
                 return chunk
             if turn == 0:
                 chosen.take(one)
@@ -119,15 +121,15 @@ class Schedule(Generic[R]):
         return None
 
     def _divisible(self, sequence: TokenSequence, chosen: _Chosen) -> bool:
-        """Whether a beginning of a context can be computed first."""
+        """Whether a chunk of a context can be computed before the rest."""
         begun, stop = self._begun or (None, 0)
         if begun is sequence and chosen.known[sequence] < stop:
-            return False  # its beginning has been lost
+            return False  # the state of its last chunk has been lost
         return self._evaluator.continues(sequence)
 
     def _chunk(self, sequence: TokenSequence, chosen: _Chosen) -> TokenSequence | None:
         if 2 * chosen.room < self._size:
-            return None  # not worth it; the next time it is first
+            return None  # too short to be worth it; it is first in the next step
         stop = sequence.length - chosen.cost(sequence) + chosen.room
         self._begun = sequence, stop
         chunk = TokenSequence(sequence.tokens.first(stop), sequence.adapter)
@@ -137,12 +139,12 @@ class Schedule(Generic[R]):
 
 
 class _Chosen:
-    """What a step answers, and how many tokens it can still compute.
+    """The sequences that a step answers, and how many tokens it can still compute.
 
     Attributes:
-        sequences: Those chosen, in that order.
-        room: The tokens left.
-        known: How many leading tokens need not be computed, of each that waits.
+        sequences: The chosen sequences, in the order chosen.
+        room: How many tokens the step can still compute.
+        known: For each waiting sequence, how many leading tokens need not be computed.
     """
 
     def __init__(self, known: Mapping[TokenSequence, int], room: int, evaluator: Evaluator) -> None:
@@ -153,9 +155,9 @@ class _Chosen:
         self._batch_cost: BatchCost[TokenSequence] = evaluator.batch_cost()
 
     def cost(self, sequence: TokenSequence) -> int:
-        """How many more tokens to compute for a sequence, beside those chosen."""
+        """How many more tokens the step computes if this sequence is chosen too."""
         if self._evaluator.is_beyond(sequence.length):
-            return sequence.length  # by itself
+            return sequence.length  # it is computed whole
         _, known = self._batch_cost.leader(sequence, self.known[sequence])
         return sequence.length - known
 
@@ -173,6 +175,6 @@ class _Chosen:
         self.computes(sequence, self.known[sequence])
 
     def computes(self, sequence: TokenSequence, known: int) -> None:
-        """The step computes this, of which so many leading tokens are known."""
+        """Note that the step computes a sequence, of which ``known`` leading tokens are known."""
         if not self._evaluator.is_beyond(sequence.length):
             self._batch_cost.add(sequence, known, sequence)

@@ -15,23 +15,24 @@ from genlm.kit.kv.sequence import TokenSequence
 
 @torch.no_grad()
 def logprobs(logits: torch.Tensor) -> torch.Tensor:
-    """Float32 and normalised, outside inference mode, so that the core may write into them."""
+    """Float32 log-probabilities, made outside inference mode so that the core may write into
+    them."""
     return logits.float().log_softmax(-1)
 
 
 class Scores:
-    """The scores of some continuations, filled in by what forwards give.
+    """The scores of continuations, filled in from the results of forwards.
 
     Args:
         sequences: See :class:`~genlm.kit.kv.scored.ScoredRows`.
-        continuations: Of each of them.
+        continuations: The continuation of each sequence.
         evaluator: Says where sequences must be cut.
-        device: Where the scores go.
-        width: How many tokens have mass: those of the tokenizer, without padding.
+        device: The device of the scores.
+        width: The number of tokens that have mass: the tokenizer's, without padding.
 
     Attributes:
-        whole: For each continuation ``[len(continuation)]`` float32.
-        pieces: What to compute.
+        whole: The scores of each continuation, ``[len(continuation)]`` float32.
+        pieces: The sequences to compute.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Scores:
 
     def add(self, result: Result) -> None:
         """Write the scores that a forward gave."""
-        if not result.owners:  # of a chunk before the first position that is wanted
+        if not result.owners:  # the result of a chunk that ends before the first wanted position
             return
         upload = Upload()
         rows, tokens, scores = map(upload.add, self._rows.read(result.owners))
