@@ -79,7 +79,7 @@ def changes(
     wrapped = list(tokens) if isinstance(tokens, dict) else []
     if tokens and (tied or not wrapped):
         wrapped += [name for name, each in model.named_modules() if each in embeddings]
-    # PEFT takes every module whose name ends so, and what is below it.
+    # PEFT takes every module whose name ends with this one, and the modules inside it.
     for how, saved in (
         ("modules_to_save", config.modules_to_save or ()),
         (TOKENS, wrapped),

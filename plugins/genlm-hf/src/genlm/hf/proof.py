@@ -10,8 +10,8 @@ from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
 from genlm.kit.memory import is_out_of_memory
 
-#: How far apart two rows of one context may be: at least so many nats, and otherwise this many times
-#: the distance between two forwards.
+#: How far apart two rows of one context may be: at least so many nats, and otherwise this many
+#: times the distance between two forwards.
 LEAST_APART, NOISE_MARGIN = 1e-3, 8.0
 
 
