@@ -14,7 +14,7 @@ M = TypeVar("M", bound=Hashable)
 #: Prefixes are remembered at multiples of this many tokens, and where a context and its parent end.
 BLOCK_TOKENS = 32
 
-#: The most prefixes remembered, some hundred and thirty bytes each.
+#: The most prefixes that are remembered; each takes about 130 bytes.
 MAX_PREFIXES = 100_000
 
 #: A replica is overloaded if it has more than SLACK requests, and EXCESS times its share.
@@ -65,11 +65,11 @@ class Affinity(Generic[M]):
             yield member
 
     def forget(self) -> None:
-        """Nobody knows anything: the key/value state has been cleared."""
+        """Forget all prefixes, because the key/value state has been cleared."""
         self._known.clear()
 
     def forget_member(self, member: M) -> None:
-        """The member has lost its state."""
+        """Forget the prefixes of a member that has lost its state."""
         for prefix in [prefix for prefix, knows in self._known.items() if knows is member]:
             del self._known[prefix]
 

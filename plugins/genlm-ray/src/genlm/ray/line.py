@@ -23,7 +23,7 @@ from ray.exceptions import UnserializableException
 #: How many calls a replica takes at a time. The programs ask for far fewer.
 CONCURRENCY = 10_000
 
-#: What Ray starts. Ray keeps every one that is made, here and on the cluster.
+#: The class that Ray starts. It is made once, because Ray keeps every class that it is given.
 ACTOR: Any = ray.remote(concurrency_groups={WATCH: CONCURRENCY})(Replica)
 
 #: What Ray gives in place of an answer that cannot be unpickled; the replica is well.
@@ -107,8 +107,8 @@ class Line:
         return Gone(str(error)) if isinstance(error, ray.exceptions.RayError) else error
 
     def may_end(self, left: Any) -> bool:
-        """Whether nobody uses the replica, as it said. One that does not answer has never started
-        if this program made it; others may use it if not."""
+        """Whether no program uses the replica. If it does not answer, it has never started if this
+        program made it; otherwise other programs may be using it."""
         try:
             return bool(ray.get(left, timeout=0))
         except ray.exceptions.GetTimeoutError:

@@ -1,4 +1,4 @@
-"""What the fleet knows: its requests, its replicas, and what each replica was asked. Pure."""
+"""The state of the fleet: its requests, its replicas, and the calls to each replica."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from genlm.ray.log import Action, Entry
 
 @define(eq=False)
 class Job:
-    """A request, and what happened to it so far."""
+    """A request, and how often replicas have died of it."""
 
     request: Request
     turn: int = 0  # the place in line, shared by those that came together
@@ -29,7 +29,7 @@ def alive(jobs: Iterable[Job]) -> list[Job]:
 
 
 class Waiting:
-    """Jobs that wait, by kind, those of each kind in turn."""
+    """Waiting jobs by kind. The kinds take turns."""
 
     def __init__(self, jobs: Iterable[Job] = ()) -> None:
         self.queues: dict[type, deque[Job]] = {
@@ -48,7 +48,7 @@ class Waiting:
         self.queues[type(job.request)].append(job)
 
     def give_half(self, other: Waiting) -> None:
-        """What came last."""
+        """Move the later half of each queue to ``other``."""
         for kind, queue in self.queues.items():
             for _ in range((len(queue) + 1) // 2):
                 other.queues[kind].appendleft(queue.pop())
@@ -63,7 +63,7 @@ class State(Enum):
 
 @define(eq=False)
 class Call:
-    """What was asked of a replica, and has not come back."""
+    """A call to a replica that has not returned."""
 
     member: Member
     action: Action
@@ -74,7 +74,7 @@ class Call:
     journey: Journey | None = None  # goes on with what comes back
 
 
-#: Calls, one after the other, each made when the one before it has come back.
+#: Consecutive calls, each of which is made when the one before it has returned.
 Journey = Generator[Call, Any, None]
 
 

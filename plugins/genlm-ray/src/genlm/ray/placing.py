@@ -1,4 +1,4 @@
-"""Where requests wait, and which call is made next. Pure: it knows neither Ray nor the time.
+"""Where requests wait, and which call is made next. It knows neither Ray nor the time.
 
 A request waits at the replica that knows its prefix, and leaves in a bounded portion. A replica
 that is free takes over half of what waits at another. What a replica was computing when it died is
@@ -25,7 +25,7 @@ LIMITS: dict[type, tuple[int, int]] = {
     SampleRequest: (1, 64),
 }
 
-#: How often replicas may die of one request alone, before it gets the error.
+#: How many replicas may die while they compute one request alone, before the request fails.
 MAX_DEATHS = 3
 
 #: How many replicas try suspects at a time, and into how many groups suspects are split.
@@ -36,7 +36,7 @@ Portion = tuple[Member, list[Job], bool]
 
 
 class Placing:
-    """All that waits."""
+    """The waiting requests, by replica, and the suspects."""
 
     def __init__(self) -> None:
         self._ready: list[Member] = []
@@ -47,7 +47,7 @@ class Placing:
         self.busy: set[Member] = set()  # where another program tries something, for some time
 
     def join(self, member: Member) -> None:
-        """A replica is ready."""
+        """Note that a replica is ready."""
         self._ready.append(member)
         homeless, self._homeless = self._homeless, []
         self._place(homeless)
@@ -56,14 +56,14 @@ class Placing:
         self._place(self._in_turn(jobs))
 
     def _in_turn(self, jobs: Iterable[Job]) -> list[Job]:
-        """Jobs at the end of the line."""
+        """Put jobs at the end of the queues."""
         jobs, turn = list(jobs), next(self._turns)
         for job in jobs:
             job.turn = turn
         return jobs
 
     def _place(self, jobs: Iterable[Job]) -> None:
-        """Put jobs where their prefixes are; not where suspects are tried, if that can be."""
+        """Put jobs where their prefixes are, if possible not where suspects are tried."""
         members = [member for member in self._ready if member.trial is None] or self._ready
         loads = {member: len(member.waiting) + member.in_flight() for member in members}
         jobs = list(jobs)
@@ -75,7 +75,7 @@ class Placing:
             member.waiting.add(job)
 
     def remove_done(self) -> None:
-        """Forget the jobs that nobody waits for."""
+        """Drop the jobs that no caller waits for."""
         for member in self._ready:
             member.waiting = Waiting(alive(member.waiting))
             member.trial = None if member.trial is None else Waiting(alive(member.trial))
@@ -83,12 +83,12 @@ class Placing:
         self._suspects = deque(filter(None, map(alive, self._suspects)))
 
     def next(self, coming: bool) -> Portion | None:
-        """The next call to make; ``coming``: another replica will soon be ready."""
+        """The next call to make; ``coming`` says that another replica will soon be ready."""
         self._assign_suspects(coming)
         return next(filter(None, map(self._portion, self._ready)), None) or self._relieve()
 
     def _portion(self, member: Member) -> Portion | None:
-        """What a replica is asked next."""
+        """The next call to a replica."""
         flying = [type(call.jobs[0].request) for call in member.asked]
         if member.trial is not None and not member.trial and not flying:
             member.trial = None  # all have been answered: they are innocent
@@ -103,12 +103,12 @@ class Placing:
         return None
 
     def _relieve(self) -> Portion | None:
-        """A free replica takes over what waits at another: suspects, or half of the longest
+        """Jobs that a free replica takes over from another: suspects, or half of the longest
         queue."""
         free = next((member for member in self._ready if member.free), None)
         if free is None:
             return None
-        # Not where another program tries something: that would be asked, and refused, for ever.
+        # Not on a replica on which another program tries suspects: it would reject them for ever.
         alone = next((each for each in self._ready if each.free and each not in self.busy), None)
         for member in self._ready:
             if member.trial is not None and not member.trying and alone is not None:
@@ -133,8 +133,8 @@ class Placing:
         self._place(moved)
 
     def _may_try_on_last(self, member: Member, coming: bool) -> bool:
-        """Not at the cost of others: while it has nothing else to do; or in turn, where no other
-        replica will come to do the rest."""
+        """Whether a replica may try suspects: while it has no other requests; or in turn with them,
+        if no other replica will be ready for these."""
         if len(self._ready) > 1:
             return False
         if not member.waiting and member.free:
@@ -143,7 +143,8 @@ class Placing:
         return not coming and all(first < job.turn for job in member.waiting)
 
     def postpone(self, member: Member, jobs: Iterable[Job]) -> None:
-        """Another program tries suspects there: try these later, or elsewhere."""
+        """Try suspects later or elsewhere, because another program tries suspects on the
+        replica."""
         self.busy.add(member)
         self._suspect(alive(jobs))
 
@@ -158,8 +159,8 @@ class Placing:
             self._suspects.append(self._in_turn(jobs))
 
     def leave(self, member: Member, computing: bool) -> list[Job]:
-        """A replica is lost; ``computing``: perhaps by what it computed. What it had is asked
-        again, but for the jobs that are to blame, which are returned."""
+        """Ask again for the jobs of a lost replica, except for the jobs to blame, which are
+        returned. ``computing`` says that one of its jobs may have killed it."""
         if member not in self._ready:
             return []
         self._ready.remove(member)
