@@ -15,7 +15,8 @@ def rows_of(engine: Any, queries: Sequence[Query]) -> torch.Tensor:
     rows: dict[Query, torch.Tensor] = {}
     new = list(dict.fromkeys(queries))
     while len(rows) < len(set(queries)):
-        rows.update((one.request, one.result) for one in engine.genlm_step(new, dropped=()))
+        answers = engine.genlm_step(new, dropped=(), width=engine.vocab_size)
+        rows.update((one.request, one.result) for one in answers)
         new = []
     return torch.stack([rows[query] for query in queries])
 

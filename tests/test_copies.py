@@ -11,11 +11,13 @@ import torch
 
 from genlm.core import Answer, AsyncLM, Query, cache, hookimpl
 from genlm.core.copies import copies_of
+from genlm.core.errors import PluginError
 from genlm.core.mock import ByteTokenizer
 from genlm.core.runtime.lanes import Call, keep_own
 from tools.launched import Launched
 
 from .conftest import gathered
+from .doubles import Processor
 
 WIDTH = len(ByteTokenizer())
 
@@ -42,6 +44,19 @@ class Engine:
         self.model.__exit__(None, None, None)
 
 
+class WithoutPadding(Engine):
+    """Leaves out the rows' padding itself, in every second of its rows if it is told so."""
+
+    mixed = False
+
+    @hookimpl
+    def genlm_step(self, queries, width):
+        answers = super().genlm_step(queries)
+        rows = torch.stack([answer.result[:width] for answer in answers]).log_softmax(-1)
+        narrow = [Answer(query, row) for query, row in zip(queries, rows, strict=True)]
+        return [*narrow[::2], *answers[1::2]] if self.mixed else narrow
+
+
 def rows_of(lm: AsyncLM, n: int, context: list[int]) -> tuple[list[torch.Tensor], int]:
     """The rows of ``n`` contexts asked together, and how many operations that took."""
     before = lm.underlying_model.count
@@ -58,6 +73,40 @@ def test_a_step_takes_as_many_operations_for_any_number_of_rows(surplus: int) ->
     assert all(int(row.argmax()) == at for at, row in enumerate(rows))
     assert [float(row.logsumexp(0)) for row in rows] == pytest.approx([0.0] * 200, abs=1e-5)
     assert many == few > 2
+
+
+def test_rows_whose_engine_leaves_out_their_padding_cost_the_core_nothing_more() -> None:
+    found = []
+    for engine, surplus in ((Engine, 6), (WithoutPadding, 6), (WithoutPadding, 0)):
+        with AsyncLM(lambda: engine(WIDTH + surplus), backend="mine", check=False) as lm:  # noqa: B023
+            found.append(rows_of(lm, 20, [7]))
+    (rows, _), (narrow, by_the_engine), (_, without_padding) = found
+    torch.testing.assert_close(torch.stack(narrow), torch.stack(rows))
+    assert by_the_engine == without_padding
+
+
+@pytest.mark.parametrize("wrappers", [(), (Processor(lambda queries, rows: rows.clone()),)])
+def test_a_step_may_give_rows_with_and_without_padding(wrappers, monkeypatch) -> None:
+    monkeypatch.setattr(WithoutPadding, "mixed", True)
+    with AsyncLM(
+        lambda: WithoutPadding(WIDTH + 6), backend="mine", check=True, wrappers=wrappers
+    ) as lm:
+        rows, _ = rows_of(lm, 5, [7])
+        cold = lm.next_token_logprobs_uncached([7, 1])
+    assert [int(row.argmax()) for row in (*rows, cold)] == [*range(5), 1]
+    for row in rows:
+        torch.testing.assert_close(row.sort().values, rows[0].sort().values)
+
+
+def test_a_row_without_padding_that_is_not_normalised_is_the_engines_fault() -> None:
+    class Cut(Engine):
+        @hookimpl
+        def genlm_step(self, queries, width):
+            return [Answer(query, row[:width]) for query, row in super().genlm_step(queries)]
+
+    lm = AsyncLM(lambda: Cut(2 * WIDTH), backend="mine")
+    with lm, pytest.raises(PluginError, match=r"logsumexp -0\.68"):
+        lm.next_token_logprobs_sync([7])
 
 
 def test_whoever_keeps_a_row_keeps_no_other() -> None:

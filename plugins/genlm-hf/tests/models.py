@@ -58,7 +58,7 @@ class Pair:
         results: dict[Query, Any] = {}
         while len(results) < len(queries):
             new = [] if results else queries
-            answers = self.engine.genlm_step(new, dropped=())
+            answers = self.engine.genlm_step(new, (), self.engine.vocab_size)
             results.update((answer.request, answer.result) for answer in answers)
         found = [results[query] for query in queries]
         return [str(each) if isinstance(each, EngineError) else None for each in found]
@@ -71,7 +71,9 @@ class Pair:
     ) -> set[tuple[int, ...]]:
         """One step; the contexts that it answers, whose rows are compared."""
         answers = self.engine.genlm_step(
-            [Query(tuple(one)) for one in contexts], [Query(tuple(one)) for one in dropped]
+            [Query(tuple(one)) for one in contexts],
+            [Query(tuple(one)) for one in dropped],
+            self.engine.vocab_size,
         )
         answered = [answer.request.token_ids for answer in answers]
         if answered:

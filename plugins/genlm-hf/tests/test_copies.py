@@ -67,7 +67,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Make:
         monkeypatch.setattr(HFEngine, "_refuse", refuse)
         engine = HFEngine(model, None, HFOptions.parse({"kv_cache_bytes": 1 << 30, **options}))
         if reuse is not ReuseMode.NONE:
-            engine.genlm_step([Query((TOKENS - 1,))], [])  # the pool learns the shape of states
+            rows_of(engine, [Query((TOKENS - 1,))])  # the pool learns the shape of states
             engine.genlm_clear_kv_cache()
         return engine
 
@@ -78,7 +78,7 @@ def ask(engine: HFEngine, *contexts: Sequence[int]) -> Counts:
     """How often a step copies that answers these contexts."""
     queries = [Query(tuple(context)) for context in contexts]
     with counted() as counts:
-        answers = engine.genlm_step(queries, [])
+        answers = engine.genlm_step(queries, [], TOKENS)
     assert [answer.request for answer in answers] == queries
     assert all(answer.result.shape == (TOKENS,) for answer in answers)
     return counts
@@ -200,7 +200,8 @@ def test_the_whole_contexts_of_a_cold_row_are_copied_once(there: Make) -> None:
 def launched(engine: HFEngine, contexts: Sequence[Sequence[int]]) -> int:
     """How many kernels a step launches that answers these contexts, beyond transformers' own."""
     with Launched() as ours:
-        assert len(engine.genlm_step([Query(tuple(one)) for one in contexts], [])) == len(contexts)
+        queries = [Query(tuple(one)) for one in contexts]
+        assert len(engine.genlm_step(queries, [], TOKENS)) == len(contexts)
     ids = torch.zeros(len(contexts), 1, dtype=torch.long, device=META)
     with torch.inference_mode(), Launched() as raw:
         cache = DynamicCache(config=engine.model.config)
@@ -270,7 +271,7 @@ def test_one_more_trunk_launches_one_kernel_a_layer(shared: int) -> None:
         contexts = [[*prompt, at] for at in range(shared) for prompt in prompts]
         for token in range(3):  # the table is large enough then
             with Launched() as launched:
-                engine.genlm_step([Query(tuple(one)) for one in contexts], [])
+                engine.genlm_step([Query(tuple(one)) for one in contexts], [], TOKENS)
             contexts = [[*one, token] for one in contexts]
         counts.append(launched.count)
     assert counts[1] - counts[0] == (12 - 4) * LLAMA.num_hidden_layers
@@ -289,7 +290,7 @@ def test_slots_that_leave_a_trunk_early_are_copied_from_it_together(
             ask(engine, *contexts)
         with Launched() as launched:
             asked = [[*prompt[:20], at] for at in range(n)]
-            engine.genlm_step([Query(tuple(one)) for one in asked], [])
+            engine.genlm_step([Query(tuple(one)) for one in asked], [], TOKENS)
         counts.append(launched.count)
     # Slots that are no neighbours are gathered.
     assert counts[1] <= counts[0] + 4 * LLAMA.num_hidden_layers

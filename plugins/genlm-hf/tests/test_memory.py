@@ -371,7 +371,7 @@ def test_one_that_fits_once_the_others_are_dropped(llama: Any, cold: bool) -> No
     *others, prompt = draw(4, 20)
     llama.ask(*others)
     with failing(llama.engine.model, only(0)):
-        (answer,) = llama.engine.genlm_step([Query(prompt, cold=cold)], ())
+        (answer,) = llama.engine.genlm_step([Query(prompt, cold=cold)], (), llama.engine.vocab_size)
     torch.testing.assert_close(answer.result[None], llama.expected(prompt), atol=1e-4, rtol=0)
     llama.forwards.clear()
     llama.check((*others[0], 1))

@@ -199,7 +199,7 @@ def test_request_dropped_beside_a_cold_context_is_not_answered(chunked: Any) -> 
     (prompt,) = draw(1, 3 * CHUNK)
     assert chunked.step(prompt) == set()
     cold = Query((1, 2, 3), cold=True)
-    (answer,) = chunked.engine.genlm_step([cold], [Query(prompt)])
+    (answer,) = chunked.engine.genlm_step([cold], [Query(prompt)], chunked.engine.vocab_size)
     assert answer.request is cold
     assert finish(chunked, (4, 5)) == [{(4, 5)}]
     assert [chunked.step() for _ in range(4)] == [set()] * 4

@@ -127,7 +127,7 @@ def test_rounding_that_grows_with_the_length_is_no_threshold() -> None:
 
     model.engine.model.register_forward_hook(disturb, with_kwargs=True)
     cold = [Query(whole[:length], cold=True) for length in (20, 40)]
-    (short,), (long,) = (model.engine.genlm_step([query], []) for query in cold)
+    (short,), (long,) = (model.engine.genlm_step([query], [], TOKENS) for query in cold)
     with capture_logs() as events:
         model.ask(whole[:40])
         rows = model.ask(whole[:20], whole[:40])

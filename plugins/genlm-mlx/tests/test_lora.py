@@ -227,9 +227,9 @@ def test_an_adapter_that_gives_nan_harms_nobody_after_it(folders: Folders, tmp_p
     broken = [Query((token, *range(40)), adapter) for token in range(8)]
     assert engine.logprobs(broken).isnan().all()
     long = Query((*range(200),), adapter)
-    answers: list[Any] = engine.genlm_step([long], [])
+    answers: list[Any] = engine.genlm_step([long], [], engine.vocab_size)
     for _ in range(4):
-        answers += engine.genlm_step([], [])
+        answers += engine.genlm_step([], [], engine.vocab_size)
     assert [answer.request for answer in answers] == [long]
     engine.genlm_remove_lora(adapter)
     contexts = [Query((token, *range(9 + 3 * token))) for token in range(8)]

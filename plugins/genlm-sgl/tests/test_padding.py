@@ -24,8 +24,7 @@ def test_padding_has_no_mass_in_rows_draws_and_scores(padded, contexts, referenc
     before = [context + ENDS[:at] for at in range(len(ENDS))]
     rows = padded.rows(before)
     expected = reference(before)[:, :TOKENS].log_softmax(-1)
-    torch.testing.assert_close(rows[:, :TOKENS], expected, atol=1e-4, rtol=0)
-    assert (rows[:, TOKENS:] == -torch.inf).all()
+    torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(scores, expected[range(len(ENDS)), ENDS], atol=2e-4, rtol=0)
     torch.manual_seed(0)
     padded.check_frequencies(Query(context))
@@ -38,7 +37,7 @@ def test_draws_beside_rows(padded, contexts):
     draws = [SampleRequest(Query(context), SamplingParams(max_tokens=200)) for _ in range(4)]
     row, *drawn = padded.ask(Query(context), *draws)
     assert max(map(max, drawn)) < TOKENS
-    assert (row[TOKENS:] == -torch.inf).all()
+    assert row.shape == (TOKENS,)
 
 
 def test_where_padding_cannot_be_hidden_scores_are_left_to_rows(load_tiny, contexts):

@@ -192,9 +192,11 @@ def genlm_step(
         dropped: Requests in flight, of any kind, whose callers have all gone. Drop them now and
             never answer them; an answer in this same step is ignored. An equal query may be new in
             a later step. An engine that does not name ``dropped`` computes them to the end.
-        width: How many ids the tokenizer has. Draws are of these, and scores are normalised over
-            them; others are declined. An engine that does not name ``width`` is asked for no scores
-            and no reductions where ``vocab_size`` exceeds it (padded embeddings).
+        width: How many ids the tokenizer has, the same in every step. Draws are of these, and
+            scores are normalised over them; others are declined. Where ``vocab_size`` exceeds it
+            (padded embeddings), rows may be ``[width]``, normalised over these ids: the core then
+            has nothing to drop. An engine that does not name ``width`` is asked for no scores and
+            no reductions there.
 
     Returns:
         The answers to the requests that are finished, one for each, in any order. Each

@@ -315,7 +315,7 @@ class Engine(Protocol):
         tokenizer: A Hugging Face tokenizer, or any object with the methods of :class:`Tokenizer`.
         vocab_size: The width of the engine's rows; token ids in ``range(vocab_size)`` are valid
             input. It may exceed the tokenizer's vocabulary (padded embeddings): the core drops the
-            surplus and renormalises.
+            surplus and renormalises, where ``genlm_step`` has not left it out.
         max_context: The longest context, in tokens, whose next-token row can be asked; ``None`` if
             there is no limit.
         device: Where rows live, as PyTorch spells it: ``"cpu"``, ``"cuda:0"``.

@@ -121,6 +121,8 @@ class Results:
             length = self._vocab_size
             if score := isinstance(request, ScoreRequest):
                 length = len(request.continuation)
+            elif self._is_finished(result):
+                length = self._width
             if (wrong := wrong_tensor(result, (length,))) is not None:
                 raise self.violation(hook, query_of(request), wrong)
             if self._looks(hook):
@@ -135,18 +137,22 @@ class Results:
         if not self._processors and self._vocab_size == self._width:
             return answers
         rows: Answers[Request] = []
-        others: Answers[Request] = []
+        finished: Answers[Request] = []
         for request, result in answers:
-            row = isinstance(request, Query) and not isinstance(result, Exception)
-            (rows if row else others).append((request, result))
-        finished = evaluate_isolated(self._finished_rows, rows)
-        return [*((query, row) for (query, _), row in finished), *others]
+            is_row = isinstance(request, Query) and not isinstance(result, Exception)
+            done = not is_row or (not self._processors and self._is_finished(result))
+            (finished if done else rows).append((request, result))
+        changed = evaluate_isolated(self._finished_rows, rows)
+        return [*((query, row) for (query, _), row in changed), *finished]
+
+    def _is_finished(self, row: Any) -> bool:
+        """Whether an engine of a padded vocabulary has left out the padding of a row itself."""
+        return self._width < self._vocab_size and getattr(row, "shape", None) == (self._width,)
 
     def _finished_rows(self, each: Sequence[tuple[Any, Any]]) -> Answers[tuple[Any, Any]]:
         """Rows at the width of the tokenizer's vocabulary, after wrappers have changed them."""
-        import torch
 
-        rows = self._align(torch.stack([row for _, row in each]))
+        rows = self._stacked([row for _, row in each])
         errors: dict[Query, Exception] = {}
         queries = tuple(query for query, _ in each)
         for name, process in self._processors:
@@ -195,6 +201,15 @@ class Results:
         if self._violated is not None:
             self._violated(violation)
         return violation
+
+    def _stacked(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows of an engine at the width of the tokenizer's vocabulary, in one tensor."""
+        import torch
+
+        if any(map(self._is_finished, rows)):
+            rows = [row if self._is_finished(row) else self._align(row[None])[0] for row in rows]
+            return torch.stack(rows)
+        return self._align(torch.stack([*rows]))
 
     def _align(self, rows: torch.Tensor) -> torch.Tensor:
         """Bring rows to the width of the tokenizer's vocabulary: drop padding and renormalise, or

@@ -96,6 +96,7 @@ class HFEngine:
         self.tokenizer = tokenizer
         self._config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = _vocab_size(model, self._config)
+        self._width = self.vocab_size  # of rows; a step says how many ids are not padding
         self.max_context = longest_context(model)
         self.device = str(model.device)
         self.dtype = str(model.dtype).removeprefix("torch.")
@@ -174,8 +175,11 @@ class HFEngine:
             )
 
     @hookimpl
-    def genlm_step(self, queries: Sequence[Query], dropped: Sequence[Query]) -> list[Answer]:
+    def genlm_step(
+        self, queries: Sequence[Query], dropped: Sequence[Query], width: int
+    ) -> list[Answer]:
         """Answer what about one chunk of ``max_batch_tokens`` is enough for."""
+        self._width = width
         if dropped:
             self._schedule.drop(set(dropped))
         if queries and queries[0].cold:
@@ -200,7 +204,7 @@ class HFEngine:
         return with_errors(queries, given, self._dtype) if self._looks_for_nan else given
 
     def _cold(self, sequence: TokenSequence) -> torch.Tensor:
-        """Its row, from its tokens only."""
+        """Its row from its tokens only, with the padding of the vocabulary."""
         return logprobs(self._evaluator.cold(sequence).logits)[0]
 
     def _answers(
@@ -223,7 +227,10 @@ class HFEngine:
         # Closed here: an error of ours would keep it, with what it has assigned, for as long as
         # somebody keeps the error.
         with closing(self._evaluator.run(sequences, cold)) as results:
-            return _in_order([(result.owners, logprobs(result.logits)) for result in results])
+            some = [
+                (result.owners, logprobs(result.logits[:, : self._width])) for result in results
+            ]
+            return _in_order(some)
 
     def _agrees_with_cold(self, sequence: TokenSequence, row: torch.Tensor) -> bool:
         """Whether a row agrees with a cold one. Where it does not, long contexts are computed cold
@@ -235,7 +242,7 @@ class HFEngine:
                 raise
             self._evaluator.prove(sequence.length, right=True)
             return True
-        distance = apart(row, cold)
+        distance = apart(row, cold[: len(row)].log_softmax(-1))
         right = distance <= PROOF_MARGIN * self._tolerance  # not if one is nan
         right = right or distance <= MORE_NOISE * self._noise(sequence, cold)
         self._evaluator.prove(sequence.length, right)

@@ -58,7 +58,7 @@ class MlxEngine:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
+        self.vocab_size = self._width = vocab_size  # of rows; a step says how many are no padding
         self.max_context = max_context
         self.eos_token_ids = eos_token_ids
         self.store = store
@@ -72,9 +72,12 @@ class MlxEngine:
 
     @hookimpl
     @LOWER
-    def genlm_step(self, queries: Sequence[Query], dropped: Sequence[Query]) -> list[Answer]:
+    def genlm_step(
+        self, queries: Sequence[Query], dropped: Sequence[Query], width: int
+    ) -> list[Answer]:
         """Answer the queries that need at most a chunk, and compute one chunk of the oldest of the
         others."""
+        self._width = width
         gone, before = set(dropped), self._waiting
         self._waiting = []  # also if the following code fails
         # A new query may be equal to a dropped one.
@@ -110,10 +113,12 @@ class MlxEngine:
         return chunk if chunk != self._chunked else None
 
     def logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
-        """The rows of distinct queries, ``[len(queries), vocab_size]`` float32."""
+        """The rows of distinct queries, float32, without the padding of the vocabulary."""
         if self.store is None or queries[0].cold:
-            return _rows(mx.concatenate([self._runner.cold(key_of(query)) for query in queries]))
-        return _rows(self.store.logits(queries))
+            logits = mx.concatenate([self._runner.cold(key_of(query)) for query in queries])
+        else:
+            logits = self.store.logits(queries)
+        return _rows(logits[:, : self._width])
 
     @hookimpl
     @LOWER

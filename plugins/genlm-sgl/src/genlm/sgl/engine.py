@@ -46,6 +46,7 @@ class SglEngine:
         device = next(self.model.parameters()).device
         self.device = str(device)
         self.dtype = str(scheduler.dtype)
+        self._width = self.vocab_size  # of rows; less where padding is known to have no mass
         self._in_flight: dict[str, Request] = {}
         self._new_requests = NewRequests(scheduler, tokens_per_forward(device.type))
         self._pinned: dict[Query, Any] = {}
@@ -106,7 +107,8 @@ class SglEngine:
         gives_scores, self.gives_scores = self.gives_scores, False  # also where this fails
         self.scheduler.hide_padding(width)
         row = self.evaluate_alone(PROBE)
-        self.gives_scores = gives_scores and bool((row[width:] == -torch.inf).all())
+        if bool((row[width:] == -torch.inf).all()):
+            self.gives_scores, self._width = gives_scores, width
 
     def _drop(self, requests: Sequence[Request]) -> None:
         """Release requests that no longer have callers."""
@@ -133,7 +135,7 @@ class SglEngine:
             key, needed = self.scheduler.refuse_next()
             return [Answer(self._in_flight.pop(key), self._does_not_fit(needed))]
         return [
-            _answer(self._in_flight.pop(key), result)
+            _answer(self._in_flight.pop(key), result, self._width)
             for key, result in finished.items()
             if key in self._in_flight  # else it has been dropped
         ]
@@ -210,8 +212,11 @@ class SglEngine:
         self.scheduler.close()
 
 
-def _answer(request: Request, result: Any) -> Answer:
-    if isinstance(request, ScoreRequest) and not isinstance(result, Exception):
+def _answer(request: Request, result: Any, width: int) -> Answer:
+    """What SGLang gave for a request; rows without what has no mass, from ``width`` on."""
+    if isinstance(result, torch.Tensor):
+        result = result[:width]
+    elif isinstance(request, ScoreRequest) and not isinstance(result, Exception):
         row, scores = result
         result = torch.cat([scores, row[request.continuation[-1]].reshape(1)])
     return Answer(request, result)

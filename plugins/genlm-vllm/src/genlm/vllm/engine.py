@@ -160,7 +160,10 @@ class VllmEngine:
 
     def _answers(self, finished: Sequence[VllmRequest]) -> list[Answer]:
         ids = [each.request_id for each in finished if each.wants_row]
-        rows = dict(zip(ids, self._rows.take(ids), strict=True))
+        taken = self._rows.take(ids)
+        if self._hides_padding and self._width < self.vocab_size:
+            taken = [None if row is None else row[: self._width] for row in taken]
+        rows = dict(zip(ids, taken, strict=True))
         results = [_result(each, rows.get(each.request_id)) for each in finished]
         scored = {
             at: (each.request.continuation, row, each.prompt_logprobs)
