@@ -61,7 +61,7 @@ class TokenDrawer:
         return drawn
 
     def number(self) -> float:
-        """What the next token is drawn by: the same one until it has been drawn."""
+        """The uniform number for the next token; the same one until the token has been drawn."""
         if self._number is None:
             self._number = self._uniform()
         return self._number
@@ -69,7 +69,7 @@ class TokenDrawer:
     def take(
         self, greatest: float, token_id: float, logprob: float, proposal_logprob: float
     ) -> int | EngineError:
-        """Note what has been drawn."""
+        """Note the drawn token."""
         self._number = None
         if not math.isfinite(greatest):
             return EngineError(
@@ -135,7 +135,7 @@ def draw_together(
                 [[drawers[at].number()] for at in part], dtype=torch.float64, device=device
             )
             found.append(_drawn(torch.stack([rows[at] for at in part]).to(device), numbers, how))
-    # Noted when all have succeeded: after a failure each is drawn again, by the same number.
+    # Noted after all draws have succeeded: after a failure, each is repeated with the same number.
     values = torch.cat(found).tolist()
     drawn = {at: drawers[at].take(*one) for at, one in zip(order, values, strict=True)}
     return [drawn[at] for at in range(len(drawers))]
@@ -186,8 +186,8 @@ def _weights(
     top_p: float | None,
     min_p: float | None,
 ) -> torch.Tensor:
-    """What each token is drawn in proportion to, float64: temperature, then top_k, then top_p of
-    what remains, then min_p."""
+    """The weights by which tokens are drawn, float64: temperature, then top_k, then top_p of the
+    remaining mass, then min_p."""
 
     def weigh(logprobs: torch.Tensor) -> torch.Tensor:
         weights = logprobs.double().sub_(greatest)
@@ -197,8 +197,8 @@ def _weights(
 
     weights, width = weigh(rows), rows.shape[-1]
     few = width if top_k is None else min(top_k, width)
-    # What is kept is told by the log-probabilities: extreme temperatures round different ones to
-    # the same weight.
+    # Log-probabilities decide which tokens are kept, because extreme temperatures round different
+    # log-probabilities to the same weight.
     if top_p is not None and top_p < 1:
         _keep(weights, rows, *_nucleus(rows, weights, top_p, few, weigh))
     elif few < width:

@@ -1,4 +1,4 @@
-"""How to draw: options, their checks, and seeds; and what is drawn."""
+"""Sampling: options, their checks, seeds, and weighted particles."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def seed_of(seed: int | None, index: int) -> int | None:
 
 
 def seeded(params: SamplingParams, n: int) -> list[SamplingParams]:
-    """The same ``n`` times, each with a seed of its own where there is one."""
+    """``n`` copies of the parameters, each with a seed of its own if there is a seed."""
     return [evolve(params, seed=seed_of(params.seed, index)) for index in range(n)]
 
 

@@ -10,7 +10,7 @@ LIKELIEST: Final = -0.5
 
 
 class Score(NamedTuple):
-    """What lm-evaluation-harness asks of a continuation.
+    """The score of a continuation, as lm-evaluation-harness needs it.
 
     Attributes:
         logprob: Its log-probability given its context: the sum over its tokens, in nats.

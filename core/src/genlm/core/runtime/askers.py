@@ -1,5 +1,5 @@
-"""Who asks, and blocks: a hook on an engine thread waits for other models, and must not wait for
-itself."""
+"""Blocking requests of hooks: a hook on an engine thread may wait for other models, but not for its
+own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Asker:
-    """An engine thread, as the one who asks when a hook on it asks a model.
+    """An engine thread as the asker, when a hook on it asks a model.
 
     Args:
         name: The engine's, for messages.
@@ -46,19 +46,20 @@ class Asker:
                     waiting.append(each)
 
     def waiting_for(self, other: Asker) -> Callable[[Any], None]:
-        """Note that this one waits for ``other``; returns what to call when it does no longer."""
+        """Note that this asker waits for ``other``; returns a callback for the end of the wait."""
         self._waits_for.append(other)
         return lambda _: self._waits_for.remove(other)
 
 
 class Asking(threading.local):
-    """In whose hook a thread is: on its engine thread, or where a blocking method goes on for it.
-    Of a thread or task that a hook begins nothing is known: the hook may not wait for it."""
+    """The asker in whose hook a thread is: on its engine thread, or in the thread of a blocking
+    method that the hook has called. Other threads and tasks that a hook starts are not known: the
+    hook need not wait for them."""
 
     asker: Asker | None = None
 
 
-#: Of each thread.
+#: The asker of each thread.
 ASKING = Asking()
 
 

@@ -77,8 +77,8 @@ dropped_by_reset = partial(
 
 
 class TryAlone(Exception):
-    """In place of a result: the request was in flight with others when a step failed, and is to be
-    tried again alone."""
+    """Takes the place of a result if a step failed while the request was in flight with others: the
+    request is tried again alone."""
 
 
 class Executor(Protocol):
@@ -117,7 +117,7 @@ class Executor(Protocol):
 
 
 class Gathering:
-    """What one event loop has asked since its last pass without a new request."""
+    """The requests of one event loop since its last pass without a new request."""
 
     def __init__(self) -> None:
         self.calls: list[Call[Any]] = []
@@ -254,7 +254,7 @@ class Batcher:
         return self._result(task.future)
 
     def _waited_for(self, future: Future[Any]) -> None:
-        """Note who waits for what has been asked. Called with the lock."""
+        """Note who waits for the requests of a call. Called with the lock."""
         if (asker := ASKING.asker) is not None:
             future.add_done_callback(asker.waiting_for(self.asker))
         # Again: a signal handler may have closed the model, or another model's hook have asked.
@@ -266,7 +266,7 @@ class Batcher:
                 raise
 
     def _asked(self, requests: Sequence[Any], future: Future[Any]) -> None:
-        """Note what has been asked. Called with the lock."""
+        """Note the requests of a call. Called with the lock."""
         self._waited_for(future)
         self.counters["requests"] += len(requests)
         if (trace := self._timeline.trace) is not None:
@@ -283,7 +283,7 @@ class Batcher:
             raise
 
     def result_of(self, future: Future[T]) -> T:
-        """Wait for what another thread makes of requests."""
+        """Wait for the results, which another thread makes."""
         while self._holds_lock() and not future.done():
             # A signal handler that interrupted code which holds the lock. Waiting on the condition
             # releases it, so that other threads can continue.
@@ -298,7 +298,7 @@ class Batcher:
         return True
 
     def _after_pass(self, loop: asyncio.AbstractEventLoop) -> None:
-        """A pass of an event loop is over: wait for another if it added a request."""
+        """End a pass of an event loop: wait for another pass if this one added a request."""
         with self._lock:
             gathering = self._gatherings.get(loop)
             if gathering is None:
@@ -316,8 +316,8 @@ class Batcher:
                     self._fail(self._withdraw(), closed_before)
 
     def _release(self, gathering: Gathering) -> None:
-        """Let the engine thread have what one event loop has gathered. The gathering stays that of
-        its loop: a signal handler may release it while a request is being added."""
+        """Pass the requests that one event loop has gathered to the engine thread. The gathering
+        still belongs to its loop: a signal handler may release it while a request is added."""
         calls = gathering.calls[:]
         del gathering.calls[: len(calls)]
         for call in calls:
@@ -575,7 +575,7 @@ class Batcher:
                     pass
 
     def _die(self, cause: BaseException) -> None:
-        """The executor cannot continue: fail everything, refuse everything."""
+        """Fail all requests, and refuse new ones, because the executor cannot continue."""
         if not self._keeps_frames:
             let_go(cause)
         own_words = isinstance(cause, EngineDeadError)
@@ -602,7 +602,7 @@ class Batcher:
             self._changed.notify_all()
 
     def _pending(self) -> Callers:
-        """Everything that waits or is in flight, which it no longer is."""
+        """Remove all calls that wait or are in flight, and return them."""
         in_flight, self._lanes.in_flight = self._lanes.in_flight, {}
         return [*self._withdraw(), *itertools.chain(*in_flight.values())]
 

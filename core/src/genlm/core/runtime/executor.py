@@ -55,9 +55,9 @@ class EngineExecutor:
     counters: Counters
     timeline: Timeline
     keeps_frames: bool = False
-    # What a continuous engine has, with the cache's generation when it was admitted.
+    # Requests in a continuous engine, each with the cache's generation when it was admitted.
     _in_flight: dict[Request, int] = field(init=False, factory=dict)
-    # What the last failure of a step said. The error itself would keep what that step computed.
+    # The message of the last failure of a step. The error itself would keep the step's tensors.
     _failure: str = field(init=False, default="")
     _wake_failed: bool = field(init=False, default=False)
     # The prompts that are pinned, and whether a failed call may have made the engine forget them.
@@ -73,8 +73,8 @@ class EngineExecutor:
         return self.engine.supports("genlm_wake")
 
     def lane(self, request: Request) -> Lane:
-        """The lane of a request: all that the engine takes in its steps, or one kind for one call
-        of a hook."""
+        """The lane of a request: one lane for everything that the engine takes in its steps, and
+        one for each kind of request that has a hook of its own."""
         if isinstance(request, Query):
             return COLD if request.cold else ROWS
         if isinstance(request, ReductionRequest):
@@ -88,7 +88,7 @@ class EngineExecutor:
         if self._pins_lost:
             self._pin_again()
         began = self.timeline.clock()
-        # Read first: what is dropped after this line must not be kept.
+        # Read first: rows that are dropped from the cache after this line must not be kept.
         generation = self.cache.generation
         known, asked = self._without_engine(new_requests)
         self.timeline.add("caching", began)
@@ -127,8 +127,8 @@ class EngineExecutor:
     def _without_engine(
         self, requests: Sequence[Request]
     ) -> tuple[Answers[Request], list[Request]]:
-        """What can be answered without the engine: rows that are in the cache now, and errors for
-        adapters that are gone; and the other requests."""
+        """The answers that need no engine (rows that are in the cache now, errors for adapters that
+        are removed), and the other requests."""
         known: Answers[Request] = []
         asked: list[Request] = []
         for request in requests:
@@ -148,7 +148,7 @@ class EngineExecutor:
         return known, asked
 
     def _keep(self, answers: Answers[Request], generation: int) -> None:
-        """Keep rows in the cache, but cold ones."""
+        """Keep rows in the cache, except cold ones."""
         if self.cache.maxsize == 0:
             return
         began = self.timeline.clock()
@@ -189,7 +189,7 @@ class EngineExecutor:
             answers = self._called(
                 "genlm_step",
                 new_requests,
-                # Tuples: what a hook took out of lists would be lost, what it sorted mixed up.
+                # Tuples, because a hook could remove requests from lists, or sort them.
                 queries=tuple(of[Query]),
                 samples=tuple(of[SampleRequest]),
                 scores=tuple(of[ScoreRequest]),
@@ -220,7 +220,7 @@ class EngineExecutor:
         return finished
 
     def _unasked(self, request: Request) -> PluginError:
-        """The error for an answer to what is not in flight."""
+        """The error for an answer to a request that is not in flight."""
         failed = f" (it did: {self._failure})" if self._failure else ""
         return PluginError(
             "genlm_step gave an answer to what is not in flight; answer every request once, and "
@@ -292,7 +292,8 @@ class EngineExecutor:
     # --- adapters and state -----------------------------------------------------------------------
 
     def bind(self, adapter: Adapter, contents: Any) -> None:
-        """Load an adapter and bind it to its name; what was bound to it goes."""
+        """Load an adapter and bind it to its name. An adapter bound to the name before is
+        removed."""
         self.engine.change("genlm_add_lora", adapter=adapter, contents=contents)
         old = self.adapters.bind(adapter)
         if old is not None:
@@ -323,7 +324,8 @@ class EngineExecutor:
         self._pinned[query] = None
 
     def _pin_again(self) -> None:
-        """Pin what a failed call may have made the engine forget. What fails now is given up."""
+        """Pin prompts again that a failed call may have made the engine lose. A prompt that fails
+        now is given up."""
         while self._pins_lost:
             self._pins_lost = False
             for query in list(self._pinned):

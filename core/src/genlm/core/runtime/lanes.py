@@ -1,4 +1,4 @@
-"""What waits for the engine thread: the requests of calls, in lanes, and tasks."""
+"""The queue of the engine thread: tasks, and the requests of calls, in lanes."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Call(Generic[T]):
         self.error: Exception | None = None
 
     def give(self, at: int, result: Any) -> bool:
-        """Take the result of one of the requests. Returns whether the call ends with it: whether
-        it was the last."""
+        """Take the result of one of the requests. Returns whether it was the last, so that the call
+        ends."""
         self.results[at] = result
         self.left -= 1
         return not self.left and self.error is None
@@ -67,7 +67,7 @@ class Call(Generic[T]):
         return True
 
     def combined(self) -> T | Exception:
-        """What the caller gets."""
+        """The caller's result."""
         if self.error is not None:
             return self.error
         try:
@@ -97,15 +97,15 @@ class Task(Generic[T]):
                 raise
 
 
-#: What calls of generators and coroutines are marked with: they may go on after an error.
+#: The flags of calls of generators and coroutines, which may continue after an error.
 MAY_GO_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def let_go(error: BaseException) -> None:
-    """Have an error, and those that it comes from, keep nothing of the calls that they have ended
-    but their lines. An engine's calls hold what it was computing, and errors are kept: by who
-    gathers them, and in circles, which the garbage collector finds late. Those of hooks stay as
-    they are: whoever writes one wants to look into its calls."""
+    """Drop the local variables of the calls that an error and its causes have ended; their lines
+    stay. The engine's calls hold what it was computing, and errors live long: programs gather them,
+    and the garbage collector finds circles late. Errors of plugins stay as they are, because their
+    authors want to look into the calls."""
     met: dict[int, BaseException] = {}
     left: list[BaseException | None] = [] if isinstance(error, PluginError) else [error]
     while left:
@@ -121,7 +121,7 @@ def let_go(error: BaseException) -> None:
 
 
 def combined(calls: Sequence[Call[Any]]) -> list[Any]:
-    """What each caller gets: at once for those whose joint combiners are alike."""
+    """The result of each caller; computed at once for callers with equal joint combiners."""
     alike: dict[Any, list[Call[Any]]] = {}
     for call in calls:
         if call.error is None and isinstance(call.combine, JointCombiner):
@@ -136,13 +136,13 @@ def combined(calls: Sequence[Call[Any]]) -> list[Any]:
     return [made[call] if call in made else call.combined() for call in calls]
 
 
-#: The calls that wait for a request, and the place of its result in each.
+#: The calls that wait for a request, each with the place of the result in it.
 Callers = list[tuple[Call[Any], int]]
 
 
 def keep_own(given: Callers) -> None:
-    """Have calls that wait for further results keep copies of the rows that they were given: views
-    would keep all rows of each of their steps."""
+    """Replace the rows of calls that wait for further results by copies: views would keep all rows
+    of their steps in memory."""
     parts: Callers = []
     for call, at in given:
         if call.left and call.future.done():  # its caller has gone
@@ -163,7 +163,7 @@ def first_of(pending: Pending, room: float) -> tuple[Pending, Pending]:
     """As many of the requests as there is room for, and the others."""
     if len(pending) <= room:
         return pending, {}
-    # Its first is taken at the same cost for any number, which a plain one's is not.
+    # Taking the first item of an OrderedDict costs the same for any number of items.
     others = pending if isinstance(pending, OrderedDict) else OrderedDict(pending)
     return dict(others.popitem(last=False) for _ in range(int(room))), others
 
@@ -173,7 +173,7 @@ class Lane:
     """Requests of one lane may be in flight together; those of different lanes may not.
 
     Attributes:
-        name: For people.
+        name: The name in messages.
         alone: Whether each of its requests is in flight alone.
     """
 
@@ -181,12 +181,13 @@ class Lane:
     alone: bool = False
 
 
-#: The lane of requests that any other may join, and that of requests which failed together.
+#: The lane of requests that any other request may join, and the lane of requests that failed
+#: together.
 ROWS, SUSPECTS = Lane("rows"), Lane("suspects", alone=True)
 
 
-#: By the names of :class:`~genlm.core.types.Stats`. Those of requests and their callers are written
-#: under the batcher's lock or by the engine thread, the others by that thread alone.
+#: Counters by the names of :class:`~genlm.core.types.Stats`. Counters of requests and callers are
+#: written under the batcher's lock or by the engine thread, the others only by that thread.
 Counters = Counter[str]
 
 
@@ -223,13 +224,13 @@ class Lanes:
         self._queued_since = 0.0  # by the timeline's clock; holds while requests wait
 
     def put(self, asked: Call[Any] | Task[Any]) -> None:
-        """Add what a caller has asked, behind everything else."""
+        """Add the requests of a call at the end of the queue."""
         if not (self._lanes or self._arrived):
             self._queued_since = self._timeline.clock()
         self._arrived.append(asked)
 
     def suspect(self, requests: Pending) -> None:
-        """Put back requests of which one has made a step fail."""
+        """Put requests back, one of which has made a step fail."""
         self._lanes = {SUSPECTS: requests, **self._lanes}
 
     def full(self) -> bool:
@@ -242,8 +243,8 @@ class Lanes:
         return len(waiting) >= self.limit
 
     def take(self, dropping: bool) -> Task[Any] | list[Any]:
-        """What is next: a task, alone and when nothing is in flight; or requests that may join
-        those in flight.
+        """Take the next work: a task, alone and when nothing is in flight; or requests that may
+        join those in flight.
 
         Args:
             dropping: Whether the engine still has requests that the next step will drop.
@@ -305,7 +306,7 @@ class Lanes:
         return new_requests
 
     def _leave_out_cancelled(self, joining: Pending) -> None:
-        """Forget callers who have gone, and requests that nobody waits for."""
+        """Drop cancelled callers, and requests without callers."""
         cancelled = {
             request
             for request, callers in joining.items()

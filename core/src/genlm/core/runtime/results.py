@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 #: How far the logarithm of a row's total mass may be from 0.
 NORMALISATION = 1e-4
 
-#: Of how many right results of a hook the values are looked at where nobody asks for more, and how
-#: near to 0 that logarithm must be then: half precision passes, but not who forgets to normalise.
+#: Without the option ``check``, the values of this many results of each hook are checked, and the
+#: logarithm of the mass may be this far from 0: rows in half precision pass, unnormalised rows do
+#: not.
 FIRST, ROUGHLY = 4, 1e-2
 
-#: How messages name a row without mass, as of a text that has no way on.
+#: The name in messages of a row without mass, such as that of a text with no allowed next token.
 MASSLESS = "a row with logsumexp -inf"
 
 R = TypeVar("R")
@@ -48,16 +49,16 @@ Violated = Callable[[PluginError], None]
 
 @define(eq=False)
 class Results:
-    """Turns what an engine returned into what callers get. Number, shapes, types and draws are
-    always checked; the values of rows and scores of all where ``violated`` is given, else of the
-    first.
+    """Turns the engine's results into the callers' results. Number, shapes, types and draws are
+    always checked. The values of rows and scores are checked for all results if ``violated`` is
+    given, otherwise for the first ones.
 
     Args:
         owner: The engine, for messages.
         vocab_size: The width of the engine's rows.
         width: The width of callers' rows: how many tokens the tokenizer has.
-        processors: What changes rows, one after another, each with its name.
-        violated: Told of everything that breaks the contract.
+        processors: The functions that change rows, in their order, each with its name.
+        violated: Called with the error for every result that breaks the contract.
         first: Of how many right results of a hook values are checked without ``violated``.
     """
 
@@ -70,8 +71,8 @@ class Results:
     _right: Counter[str] = field(init=False, factory=Counter)  # by hook, up to ``first``
 
     def read(self, hook: str, requests: Sequence[Any], given: Any) -> Answers[Request]:
-        """The answers that an evaluation hook has given. A row is a view of what the engine gave:
-        whoever keeps one copies it.
+        """The answers of an evaluation hook. A row is a view of the tensor that the engine
+        returned: code that keeps a row copies it.
 
         Args:
             hook: The hook.
@@ -133,7 +134,7 @@ class Results:
             return error
 
     def _finished(self, answers: Answers[Request]) -> Answers[Request]:
-        """The same with the rows among them as callers get them."""
+        """The answers with rows as callers get them."""
         if not self._processors and self._vocab_size == self._width:
             return answers
         rows: Answers[Request] = []
@@ -180,8 +181,8 @@ class Results:
         return wrong_row(row, ROUGHLY if self._violated is None else NORMALISATION)
 
     def _look(self, hook: str, query: Query, wrong: str | None, owner: str | None = None) -> None:
-        """Tell of wrong values. Without ``violated`` they are an error until enough were right: who
-        forgets to normalise does so from the first."""
+        """Report wrong values. Without ``violated``, they are an error only in the first results:
+        an engine that does not normalise fails from its first row."""
         if wrong is not None:
             error = self.violation(hook, query, wrong, owner)
             if self._violated is None and wrong != MASSLESS:
@@ -191,13 +192,14 @@ class Results:
     def violation(
         self, hook: str, subject: object, wrong: str, owner: str | None = None
     ) -> PluginError:
-        """The error for a wrong result, told. The engine is the owner of ``hook``, unless another
-        one is named."""
+        """Report a wrong result, and return the error for it. The hook is the engine's, unless
+        another owner is named."""
         whose = f"{self._owner}: " if owner is None else owner
         return self.tell(PluginError(f"{whose}{hook} returned {wrong}, for {subject!r:.200}"))
 
     def tell(self, violation: PluginError) -> PluginError:
-        """Pass a violation of the contract on, where that is wanted, which may raise it."""
+        """Pass a violation of the contract to ``violated``, if it is given; it may raise the
+        error."""
         if self._violated is not None:
             self._violated(violation)
         return violation
@@ -238,7 +240,7 @@ def _processed(
     changed: torch.Tensor | None = next(iter(given), None)  # pluggy leaves None out
     if changed is None or (wrong := wrong_tensor(changed, tuple(rows.shape))) is not None:
         raise PluginError(f"{name} returned {'None, not a tensor' if changed is None else wrong}")
-    # Whoever gave another tensor may still hold it, and write the next rows into it.
+    # A processor that returned another tensor may still hold it, and write its next rows into it.
     return rows if changed is rows else changed.clone(memory_format=torch.contiguous_format)
 
 
