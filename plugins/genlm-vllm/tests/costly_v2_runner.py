@@ -16,12 +16,14 @@ import random
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from genlm.conformance import ConformanceSuite
+from genlm.core.types import Query, SamplingParams
 
-from .driven import random_program
+from .driven import random_program, text
 from .test_running import (  # noqa: F401
     test_a_session_that_vllm_is_computing_again_takes_a_token,
     test_an_extended_session_stays_in_the_batch,
@@ -53,6 +55,29 @@ def _interpreted():
 
 def test_it_is_the_v2_runner(engine):
     assert "vllm.v1.worker.gpu.sample.sampler" in sys.modules
+
+
+def drawn_after_seeding_numpy(engine):
+    """Unseeded draws, beside a row and a score, of a program that has seeded NumPy; what NumPy
+    gives next is what it would have given without them."""
+    np.random.seed(1)
+    expected = np.random.random()
+    np.random.seed(1)
+    drawn = engine.draw([Query(text(0, 10))] * 3, [SamplingParams(max_tokens=3)] * 3)
+    engine.computes(text(1, 9))
+    engine.score([Query(text(2, 9))], [(5, 6)])
+    assert np.random.random() == expected
+    return drawn
+
+
+def test_unseeded_draws_do_not_follow_numpy_and_leave_it_alone(engine):
+    """The runner takes a seed for each request without one from NumPy's global generator."""
+    assert drawn_after_seeding_numpy(engine) != drawn_after_seeding_numpy(engine)
+
+
+def test_the_option_seed_fixes_unseeded_draws(load_briefly):
+    first, second = (drawn_after_seeding_numpy(load_briefly(seed=3)) for _ in range(2))
+    assert first == second
 
 
 def test_a_random_program(engine):

@@ -152,7 +152,7 @@ class VllmEngine:
     def _params(self, request: VllmRequest) -> Any:
         match request.request:
             case SampleRequest(_, params):
-                return draw_params(params)
+                return draw_params(params, self._core.seeds)
             case ScoreRequest() as score:
                 key, by_id = request.request_id, self._core.scores_by_id
                 return score_params(key, score, request.shareable, by_id=by_id)

@@ -14,6 +14,7 @@ import contextlib
 import gc
 import os
 import queue
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -84,6 +85,7 @@ class EngineCore:
     """
 
     def __init__(self, llm: Any, stream: EngineStream) -> None:
+        from vllm import envs
         from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
         self._llm, self._stream = llm, stream
@@ -106,10 +108,15 @@ class EngineCore:
         text = _require(config, "model_config.hf_text_config")
         self.max_positions = rope_limits(text).get("dynamic")
         self.logprobs_mode: str = _require(config, "model_config.logprobs_mode")
+        by_environment = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False)  # all, before 0.32
+        runs_v2 = bool(getattr(config, "use_v2_model_runner", by_environment))
+        #: Seeds for draws without one, where vLLM would take these from NumPy's global generator,
+        #: which is the program's: of the model runner V2.
+        self.seeds = random.Random(_require(config, "model_config.seed")) if runs_v2 else None
         #: Whether the log-probabilities of chosen tokens of a prompt can be asked for: of the model
         #: runner V2, from vLLM 0.32 on.
         self.scores_by_id: bool = (
-            bool(getattr(config, "use_v2_model_runner", False))
+            runs_v2
             and not getattr(config.cache_config, "kv_sharing_fast_prefill", False)
             and SCORES_BY_ID in EngineCoreOutput.__struct_fields__
         )

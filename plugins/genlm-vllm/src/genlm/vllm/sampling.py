@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,10 @@ LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and treats the very
 HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher ones
 SEEDS = 1 << 63
 
+#: For what is not drawn: the likeliest token needs no seed, but without one the model runner V2
+#: would take one from NumPy's global generator.
+NO_DRAW: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "seed": 0}
+
 
 def row_params(key: str) -> Any:
     """One next-token row, captured under ``key``.
@@ -30,7 +35,7 @@ def row_params(key: str) -> Any:
 
 @cache
 def _any_row() -> Any:
-    return _params({}, max_tokens=1, temperature=0.0)
+    return _params({}, **NO_DRAW)
 
 
 def score_params(key: str, request: ScoreRequest, shareable: int, *, by_id: bool) -> Any:
@@ -51,22 +56,29 @@ def score_params(key: str, request: ScoreRequest, shareable: int, *, by_id: bool
         wishes = {"prompt_logprob_token_ids": scored, "prompt_logprob_start": start}
     return _params(
         {ROW_KEY: key, READS_KEY: shareable},
-        max_tokens=1,
-        temperature=0.0,
         skip_reading_prefix_cache=not shareable,
+        **NO_DRAW,
         **wishes,
     )
 
 
-def draw_params(params: SamplingParams) -> Any:
-    """One continuation."""
+def draw_params(params: SamplingParams, seeds: random.Random | None) -> Any:
+    """One continuation.
+
+    Args:
+        params: What the caller asks for.
+        seeds: Gives the seeds of draws that have none; ``None`` leaves it to vLLM.
+    """
+    seed = params.seed
+    if seed is None and seeds is not None:
+        seed = seeds.randrange(SEEDS)
     return _params(
         {},
         max_tokens=params.max_tokens,
         temperature=params.temperature,
         top_k=params.top_k or 0,
         top_p=1.0 if params.top_p is None else params.top_p,
-        seed=None if params.seed is None else params.seed % SEEDS,  # vLLM treats -1 as no seed
+        seed=None if seed is None else seed % SEEDS,  # vLLM treats -1 as no seed
         stop_token_ids=sorted(params.stop_token_ids),
     )
 
