@@ -295,6 +295,23 @@ def test_experts_in_bfloat16(saved: Saved) -> None:
     assert (row - expected).abs().max() < 0.2
 
 
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_rotary_embedding_that_stretches_takes_more(saved: Saved, kind: str) -> None:
+    """As many times more as its configuration says, with right rows."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    original = {"original_max_position_embeddings": 20} if kind == "yarn" else {}
+    folder = saved(made("Llama", {**SHAPE, "max_position_embeddings": 20,
+                                  "rope_parameters": {**rope, **original}}))  # fmt: skip
+    engine = load(folder, {})
+    assert engine.max_context == 80
+    ids = tuple(range(5, 75))
+    (row,) = engine.logprobs([Query(ids)])
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        expected = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    torch.testing.assert_close(row, expected, atol=CLOSE, rtol=0)
+
+
 def test_a_window_that_cannot_be_put_in_ends_the_context(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:

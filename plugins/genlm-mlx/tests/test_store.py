@@ -434,3 +434,28 @@ def test_clearing_frees_all(folders: Folders) -> None:
     tried.kept.clear()
     assert (len(tried.kept), tried.kept.nbytes) == (0, 0)
     assert mx.get_active_memory() <= before
+
+
+def test_a_nan_of_a_longer_context_reaches_no_other_row_and_no_other_score(
+    folders: Folders,
+) -> None:
+    """A context inside the longer one, and one beside it, in the same batch."""
+    engine = load(str(folders("llama")), {})
+    embedding = engine.model.model.embed_tokens
+    embedding.weight = embedding.weight.at[99].add(mx.array(float("nan")))
+    inside, beside, longer = (5, 6, 7), (9, 8), (5, 6, 7, 99, 8)
+    rows = engine.logprobs([Query(inside), Query(longer), Query(beside)])
+    assert rows[1].isnan().any()
+    for ids, row in ((inside, rows[0]), (beside, rows[2])):
+        torch.testing.assert_close(row, engine.logprobs([Query(ids, cold=True)])[0])
+    grown = engine.logprobs([Query((*inside, 4)), Query((*beside, 4))])
+    for ids, row in (((*inside, 4), grown[0]), ((*beside, 4), grown[1])):
+        torch.testing.assert_close(
+            row, engine.logprobs([Query(ids, cold=True)])[0], atol=1e-4, rtol=0
+        )
+    asked = [Query(inside), Query(inside), Query(beside)]
+    scores = engine.genlm_sequence_logprobs(asked, [(4,), (99, 3), (1, 2)], engine.vocab_size)
+    alone = [engine.logprobs([Query(ids, cold=True)])[0] for ids in (inside, beside, (*beside, 1))]
+    torch.testing.assert_close(scores[0], alone[0][[4]], atol=1e-4, rtol=0)
+    right = torch.stack([alone[1][1], alone[2][2]])
+    torch.testing.assert_close(scores[2], right, atol=1e-4, rtol=0)

@@ -173,6 +173,28 @@ def rope_parameters(settings: Any) -> dict[str | None, dict[str, Any]]:
     return nested or {None: parameters}
 
 
+def rope_reach(settings: Any, longest: int, *types: str) -> int:
+    """The longest context of a model, where its rotary embeddings stretch positions.
+
+    Args:
+        settings: Its configuration in transformers.
+        longest: How many positions that counts.
+        types: Of rotary embeddings, those that the engine computes so.
+    """
+    reach, given = float(longest), rope_parameters(settings)
+    for kind, one in given.items():
+        rope_type, factor = one.get("rope_type"), one.get("factor") or 1.0
+        if rope_type not in types:
+            continue
+        # Linear in some layers only, as in Gemma 3: the count is the stretched one already.
+        if rope_type == "dynamic" or (rope_type == "linear" and kind is None):
+            reach = max(reach, longest * factor)
+        elif rope_type == "yarn":
+            # YaRN is often switched on as Qwen describes it: the number of positions stays then.
+            reach = max(reach, factor * (one.get("original_max_position_embeddings") or 0))
+    return int(reach)
+
+
 def windows(settings: Any, layers: int) -> list[int | None]:
     """The window of every layer: the most positions that a token attends to, its own included;
     ``None`` is all."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from genlm.kit.settings import rope_reach
+
 #: The names under which configurations say how many positions there are.
 COUNTS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 
@@ -24,13 +26,7 @@ def longest_context(model: Any) -> int | None:
         padding = getattr(table, "padding_idx", None)
         if name.endswith("position_embeddings") and padding is not None:
             longest = min(longest, table.num_embeddings - padding - 1)
-    stretch = max((one["factor"] for one in rope_scalings(config, "dynamic")), default=1.0)
-    if (rope := getattr(config, "rope_parameters", None) or {}).get("rope_type") == "linear":
-        stretch = max(stretch, rope.get("factor") or 1.0)  # in all layers, so not as in Gemma 3
-    # YaRN is often switched on as Qwen describes it, which leaves the number of positions as it is.
-    original = "original_max_position_embeddings"
-    yarn = [(one.get("factor"), one.get(original)) for one in rope_scalings(config, "yarn")]
-    return int(max([longest * stretch, *(factor * n for factor, n in yarn if factor and n)]))
+    return rope_reach(config, longest, "dynamic", "linear", "yarn")
 
 
 def rope_scalings(config: Any, *types: str) -> list[dict[str, Any]]:

@@ -116,9 +116,14 @@ class MlxEngine:
         """The rows of distinct queries, float32, without the padding of the vocabulary."""
         if self.store is None or queries[0].cold:
             logits = mx.concatenate([self._runner.cold(key_of(query)) for query in queries])
-        else:
-            logits = self.store.logits(queries)
-        return _rows(logits[:, : self._width])
+            return _rows(logits[:, : self._width])
+        rows = _rows(self.store.logits(queries)[:, : self._width])
+        if len(queries) > 1:
+            # A later token of a longer context, or of one that it was computed with, may have made
+            # a row nan: a masked column still takes part in products, and 0 * nan is nan.
+            for at in rows[:, 0].isnan().nonzero().flatten().tolist():
+                rows[at] = _rows(self._runner.cold(key_of(queries[at]))[:, : self._width])[0]
+        return rows
 
     @hookimpl
     @LOWER
@@ -132,6 +137,8 @@ class MlxEngine:
             ]
             some = [queries[at] for at in short], [continuations[at] for at in short]
             scores = dict(zip(short, _scored(self.store, *some, width), strict=True))
+            if len(short) > 1:  # those that others have made nan are computed apart, as rows are
+                scores = {at: one for at, one in scores.items() if not one.isnan().any()}
         return [
             scores[at] if at in scores else self._score(query, tuple(continuations[at]), width)
             for at, query in enumerate(queries)

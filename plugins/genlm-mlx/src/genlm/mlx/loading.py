@@ -18,7 +18,7 @@ from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 from genlm.kit.checkpoints import read_by_transformers, require_one_head, require_weights
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
-from genlm.kit.settings import rope_limits, settings_of
+from genlm.kit.settings import rope_limits, rope_reach, settings_of
 from genlm.kit.tokenizer_files import follow_file
 from genlm.mlx import rotary, windows
 from genlm.mlx.adapters import Adapters
@@ -70,6 +70,8 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
             model, _ = load_model(linked, model_config=given | amended({**config, **given}))
         repair(model)
         longest = max_context(config)
+        if settings is not None and longest is not None:
+            longest = rope_reach(settings, longest, "linear", "yarn")
         if settings is not None:
             longest = honoured(model, settings, longest)
         adapters = Adapters(model)
