@@ -15,7 +15,7 @@ from typing import Any
 import peft
 import torch
 from attrs import define, field
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BitsAndBytesConfig
 
 from genlm.conformance import Program, Violation
 from genlm.core import Query
@@ -30,7 +30,8 @@ from genlm.kit.scaled_copy import TOKENS
 from tests.programs import constants
 
 from .families import small_family
-from .models import row_of
+from .models import build, llama_config, row_of
+from .quantised import dequantised
 
 #: Whose state is kept in snapshots, or not at all.
 RECURRENT = (
@@ -70,6 +71,15 @@ TARGETS = ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj")
 #: How far a log-probability may be off, nats: recurrent state in float32 is off by less.
 ATOL = 5e-3
 
+#: The same where products are computed in bfloat16. Rows of other contexts are nats off.
+FOUR_BITS_ATOL = 0.3
+
+#: Those that bitsandbytes' kernels for CPUs can compute.
+FOUR_BITS_SIZES = {
+    **{"hidden_size": 64, "intermediate_size": 128},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4},
+}
+
 LONGEST = 90
 
 
@@ -100,6 +110,40 @@ def program(families: Sequence[str], source: random.Random) -> Iterator[Program]
         except BaseException as error:
             error.add_note(f"{plain.config.model_type}, {options}, {engine.reuse.value}")
             raise
+        engine.genlm_close()
+
+
+@contextmanager
+def program_in_four_bits(source: random.Random) -> Iterator[Program]:
+    """One on a model whose weights bitsandbytes has quantised, with adapters; the references have
+    the same values in plain weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        build(llama_config(**FOUR_BITS_SIZES)).save_pretrained(folder)
+        options = {
+            "dtype": torch.float32,
+            "quantization_config": BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type=source.choice(("fp4", "nf4")),
+                bnb_4bit_use_double_quant=source.choice((True, False)),
+            ),
+        }
+        model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+        plain = dequantised(model, folder).eval()
+        plain.set_attn_implementation("eager")
+        parsed = {"max_batch_tokens": source.choice((4, 16, 2048))}
+        engine = HFEngine(model, None, HFOptions.parse(parsed))
+        made = InFourBits(
+            engine=engine,
+            source=source,
+            longest=60,
+            tokens=range(TOKENS - 4),
+            most=8,
+            atol=FOUR_BITS_ATOL,
+            may_lack_room=True,
+            folder=Path(folder),
+            references={None: plain},
+        )
+        yield made
         engine.genlm_close()
 
 
@@ -181,6 +225,14 @@ class OnHF(Program):
             away = row_of(model, query.token_ids) - self.expected(query)
             if away.abs().max() > ATOL / 5:
                 return True
+        return False
+
+
+@define(eq=False, kw_only=True)
+class InFourBits(OnHF):
+    """On a CPU bitsandbytes computes in bfloat16, where the processor can."""
+
+    def is_chaotic(self, query: Query) -> bool:
         return False
 
 

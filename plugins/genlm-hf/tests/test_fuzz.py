@@ -12,7 +12,7 @@ from tests.programs import fuzz
 
 pytest.importorskip("peft", reason="adapters are made with the package peft")
 
-from .fuzz import ATTENTION, RECURRENT, program
+from .fuzz import ATTENTION, RECURRENT, program, program_in_four_bits
 
 pytestmark = pytest.mark.any_version
 
@@ -22,3 +22,10 @@ def test_random_programs(
     families: Sequence[str], fuzz_seed: int, say: Callable[[str], None]
 ) -> None:
     say(str(fuzz(functools.partial(program, families), fuzz_seed, usually=16, parts=2, rounds=10)))
+
+
+def test_random_programs_with_adapters_on_weights_of_four_bits(
+    fuzz_seed: int, say: Callable[[str], None]
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    say(str(fuzz(program_in_four_bits, fuzz_seed, usually=4, parts=2, rounds=10)))

@@ -18,6 +18,8 @@ from genlm.hf.options import HFOptions
 from tests.adapter_kinds import Kind, make_adapter
 from tests.engines import add_lora, rows_of
 
+from .quantised import dequantised
+
 peft = pytest.importorskip("peft", reason="LoRA needs peft")
 
 CONTEXT = (1, 2, 3, 4, 5)
@@ -36,24 +38,6 @@ def quantised(folder: str, how: str) -> Any:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     options = HFOptions.parse({"bitsandbytes_opts": QUANTISED[how]})
     return load_pretrained(folder, options)[0]
-
-
-def dequantised(model: Any, folder: str) -> Any:
-    """A plain model with the values of a quantised one that has not computed anything yet."""
-    import bitsandbytes as bnb
-
-    plain: Any = AutoModelForCausalLM.from_pretrained(folder)
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(module, bnb.nn.Linear8bitLt):
-            values = bnb.functional.int8_vectorwise_dequant(weight.data, weight.SCB)
-        elif isinstance(module, bnb.nn.Linear4bit):
-            values = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
-        else:
-            continue
-        with torch.no_grad():
-            plain.get_submodule(name).weight.copy_(values)
-    return plain
 
 
 @pytest.mark.parametrize("how", QUANTISED)

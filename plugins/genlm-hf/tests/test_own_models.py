@@ -13,8 +13,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from genlm.core import EngineError, InvalidOptionError
 from genlm.core.mock import ByteTokenizer
 from genlm.hf import AsyncTransformer
+from genlm.hf.reuse import ReuseMode
 
-from .models import build, llama_config
+from .families import small_family
+from .models import build, check_random_program, llama_config, unproven
 
 CONTEXTS = [[72, 105], [72, 105, 33], [40] * 20]
 
@@ -119,6 +121,21 @@ def test_scores_take_one_forward_where_embeddings_are_padded() -> None:
         scores = lm.sequence_logprobs_sync(text[:9], text[9:])
         assert forwards == [264]
     torch.testing.assert_close(scores, right, atol=1e-4, rtol=0)
+
+
+def reads_version(module: nn.Module, args: Any, given: torch.Tensor) -> None:
+    """Raises: RuntimeError: a tensor of inference mode has no version."""
+    assert given._version >= 0
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba", "lfm2"])
+def test_a_model_that_cannot_be_computed_in_inference_mode(family: str) -> None:
+    """As with quanto's weights of four bits, and with the same error."""
+    model = small_family(family, 20)
+    model.get_input_embeddings().register_forward_hook(reads_version)
+    pair = unproven(model)
+    assert pair.engine.reuse is not ReuseMode.NONE
+    check_random_program(pair, 1, atol=1e-3)
 
 
 class WithMask(OwnModel):

@@ -266,8 +266,8 @@ def test_a_hook_runs_in_every_step(everywhere: bool, operators: Operators) -> No
     finally:
         hook.remove()
     assert calls.count(4) == 4
-    assert {*calls} <= {1, 4}, "it sees no padding; one row is compared with a cold one"
-    assert steps.replayed(3) == 3
+    assert {*calls} <= {1, 2, 4}, "it sees no padding; one row or two are compared with cold ones"
+    assert steps.replayed(6) >= 2, "the hook changed rows, so state was dropped with recordings"
 
 
 def test_adapters_each_have_recordings(

@@ -13,6 +13,7 @@ import torch
 from genlm.core import hookimpl
 from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError, GenlmError
+from genlm.core.logs import get_logger
 from genlm.core.types import Adapter, Answer, Query
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import (
@@ -22,6 +23,7 @@ from genlm.hf.attention import (
 )
 from genlm.hf.budget import budget
 from genlm.hf.evaluator import Evaluator
+from genlm.hf.hooks import ForeignHooks
 from genlm.hf.options import HFOptions
 from genlm.hf.overflow import is_looked_for, nan_error, with_errors
 from genlm.hf.patterns import attention_window, layer_patterns
@@ -39,6 +41,8 @@ from genlm.kit.kv.scored import scored_sequences
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.memory import is_out_of_memory, lower
 from genlm.kit.model_files import ids_of
+
+log = get_logger()
 
 #: Rows of long contexts may be off by this many times what the probe of short ones allows.
 PROOF_MARGIN = 4.0
@@ -87,6 +91,7 @@ class HFEngine:
         self._strategy = strategy_for(choice, self._runner, most, room)
         self._evaluator = Evaluator(self._strategy, self._adapters, choice.limit, choice.rows_apart)
         self._schedule: Schedule[Query] = Schedule(self._evaluator, most)
+        self._hooks = ForeignHooks(self._runner, choice)
         served = served_model(model)
         served._genlm_engine = (id(served), weakref.ref(self))
 
@@ -211,6 +216,7 @@ class HFEngine:
         self, sequences: Sequence[TokenSequence], chunk: TokenSequence | None
     ) -> torch.Tensor:
         """A row for each sequence; the chunk is computed for its state."""
+        self._heed_hooks()
         # First: where memory is short, the others may drive out what it goes on from.
         ahead = [] if chunk is None else [chunk]
         unproven = self._evaluator.unproven(sequences) if sequences else None
@@ -231,6 +237,18 @@ class HFEngine:
                 (result.owners, logprobs(result.logits[:, : self._width])) for result in results
             ]
             return _in_order(some)
+
+    def _heed_hooks(self) -> None:
+        """Where forward hooks have come or gone: drop what was computed with others, and see
+        whether state may be reused with these."""
+        effect = self._hooks.effect_of_change()
+        if effect is None:
+            return
+        if effect.changes_rows:
+            self._strategy.clear()
+        self._evaluator.whole = effect.why_not_reused is not None
+        if effect.why_not_reused is not None:
+            log.warning("kv.reuse_stopped", why=f"with its hooks {effect.why_not_reused}")
 
     def _agrees_with_cold(self, sequence: TokenSequence, row: torch.Tensor) -> bool:
         """Whether a row agrees with a cold one. Where it does not, long contexts are computed cold
@@ -264,6 +282,7 @@ class HFEngine:
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]], width: int
     ) -> Sequence[torch.Tensor]:
         """One sequence per pair: logits of the continuation's positions only, reduced at once."""
+        self._heed_hooks()
         sequences = scored_sequences(queries, continuations)
         unproven = self._evaluator.unproven(sequences)
         if unproven is not None:

@@ -55,6 +55,8 @@ class Evaluator:
         self._reuse_limit = reuse_limit
         self._rows_apart = rows_apart
         self._next_check = self.FIRST_CHECK
+        #: Whether every row needs a whole forward of its own.
+        self.whole = False
 
     def unproven(self, sequences: Sequence[TokenSequence]) -> int | None:
         """Which of some sequences to compare with a cold forward: the longest, where none of its
@@ -119,12 +121,12 @@ class Evaluator:
         """Sequences whose wanted rows, one after the other, are those of ``sequence`` as if each
         was asked for alone: where a model changes its attention beyond a length for all positions
         of a forward, no forward crosses that length."""
-        limit, first = self._reuse_limit, sequence.latest_start
+        limit, first = 0 if self.whole else self._reuse_limit, sequence.latest_start
         if limit is None or sequence.length <= limit:
             return [sequence]
         stops = [limit] if first < limit else []
         beyond = range(max(first, limit) + 1, sequence.length + 1)
-        stops.extend(beyond if self._rows_apart else beyond[-1:])
+        stops.extend(beyond if self._rows_apart or self.whole else beyond[-1:])
         return [
             TokenSequence(sequence.tokens.first(stop), sequence.adapter, keep=stop - before)
             for before, stop in pairwise([first, *stops])
@@ -137,7 +139,7 @@ class Evaluator:
     def is_beyond(self, length: int) -> bool:
         """Whether contexts of a length are too long for their state to be kept, however much room
         there is."""
-        return self._reuse_limit is not None and length > self._reuse_limit
+        return self.whole or (self._reuse_limit is not None and length > self._reuse_limit)
 
     def continues(self, sequence: TokenSequence) -> bool:
         """Whether a sequence can be computed in parts, each from the state of the one before."""
@@ -146,7 +148,7 @@ class Evaluator:
     def known(self, sequences: Sequence[TokenSequence]) -> list[int]:
         """How many leading tokens of each sequence need not be computed."""
         known = self._strategy.known(sequences)
-        if self._reuse_limit is None:
+        if self._reuse_limit is None and not self.whole:
             return known
         return [
             0 if self.is_beyond(one.length) else found

@@ -113,7 +113,9 @@ class SlotPool(Cache):  # type: ignore[misc]  # transformers ships no types
         # Zeros, not garbage: a masked column still takes part in the product with the values, and 0
         # * nan is nan.
         _, heads, _, dim = like.shape
-        return Slab(parts, like.new_zeros(len(parts), self.slots, heads, self.columns, dim))
+        with torch.inference_mode(False):  # written to by forwards in any mode
+            states = like.new_zeros(len(parts), self.slots, heads, self.columns, dim)
+        return Slab(parts, states)
 
     def _hold(self, slab: Slab) -> None:
         self._slabs.append(slab)
@@ -182,7 +184,6 @@ class SlotPool(Cache):  # type: ignore[misc]  # transformers ships no types
         for slab in self._slabs:
             slab.states[:, slot, :, first:] = 0
 
-    @torch.inference_mode()
     def new_trunk(self, size: int) -> States:
         """Memory for ``size`` positions that belong to no slot."""
         return States([slab.empty(size) for slab in self._slabs])

@@ -21,6 +21,7 @@ from genlm.hf.positions import rope_scalings
 from genlm.hf.reuse import Choice, ReuseMode
 from genlm.hf.runner import Runner
 from genlm.hf.trials import TRIALS, Trial, ragged, static
+from genlm.kit.memory import is_out_of_memory
 from genlm.kit.scaled_copy import TOKENS, Threshold, small_model, thresholds
 
 logger = get_logger()
@@ -93,7 +94,7 @@ def choose_reuse(
     contexts = _contexts(vocab_size, max_context, window)
     _put_in(contexts, model.config, vocab_size)
     original = attention_of(model.config)
-    expected = _logprobs([runner.plain([context], [None]) for context in contexts])
+    expected = plain_rows(runner, contexts)
     if expected.isnan().any():
         raise EngineError(f"the rows of this model are NaN in {model.dtype}; {remedy(model.dtype)}")
     tolerance = _tolerance(model, runner, contexts, expected)
@@ -106,7 +107,7 @@ def choose_reuse(
         try:
             if reuse in OVER_SLOTS:
                 _use_slot_attention(model)
-            why = _disagreement(runner, TRIALS[reuse], contexts, expected, tolerance)
+            why = disagreement(runner, TRIALS[reuse], contexts, expected, tolerance)
         except Exception as error:
             # This model's code may raise anything for a cache or an attention it does not expect
             why = f"{type(error).__name__}: {error}"[:200]
@@ -124,7 +125,9 @@ def choose_reuse(
                 is_static = static and _is_static(
                     runner, reuse, copies, contexts, expected, tolerance
                 )
-                return Choice(reuse, tolerance, least, rows_apart, is_ragged, is_static)
+                return Choice(
+                    reuse, tolerance, least, rows_apart, is_ragged, is_static, contexts, expected
+                )
             why = f"beyond {reach} tokens: {copies.reasons[reuse]}"
         reasons[reuse.value] = why
         if attention_of(model.config) != original:
@@ -133,11 +136,29 @@ def choose_reuse(
     logger.info("kv.no_reuse_mode", rejected=reasons)
     raise EngineError(
         f"the rows of this {type(model).__name__} depend on what comes after them, tokens or "
-        "padding, as those of a masked language model do; load a causal language model"
+        "padding, as those of a masked language model do; load a causal language model, and set "
+        "forward hooks that change the last position after AsyncTransformer is made"
     )
 
 
-def _disagreement(
+def plain_rows(runner: Runner, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Log-probabilities of plain forwards; without inference mode where the model fails in it, as
+    with quanto's weights of four bits, whose class makes views that inference mode refuses."""
+    try:
+        return _logprobs([runner.plain([context], [None]) for context in contexts])
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        runner.without_gradients = torch.no_grad
+        try:
+            expected = _logprobs([runner.plain([context], [None]) for context in contexts])
+        except Exception:
+            raise error from None
+    logger.info("kv.no_inference_mode", why="the model cannot be computed in it")
+    return expected
+
+
+def disagreement(
     runner: Runner,
     trial: Trial,
     contexts: Sequence[Sequence[int]],
@@ -189,7 +210,7 @@ def _is_static(
         why = "the model is quantised"
     else:
         try:
-            why = _disagreement(runner, static, contexts, expected, tolerance)
+            why = disagreement(runner, static, contexts, expected, tolerance)
         except Exception as error:  # as above
             why = f"{type(error).__name__}: {error}"[:200]
         why = why or copies.why_not_static(reuse)
@@ -296,7 +317,7 @@ class ScaledCopies:
                         f"beyond {beyond or 'one'} tokens; such a model cannot be served"
                     )
                 tolerance = _tolerance(scaled, runner, contexts, expected)
-                if why := _disagreement(
+                if why := disagreement(
                     runner, trial or TRIALS[reuse], contexts, expected, tolerance
                 ):
                     return why

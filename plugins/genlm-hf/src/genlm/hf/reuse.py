@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
-from attrs import frozen
+import torch
+from attrs import field, frozen
 
 
 class ReuseMode(Enum):
@@ -46,6 +48,8 @@ class Choice:
         ragged: Whether snapshots of contexts of unlike length may go on together.
         static: Whether steps of one token for each context may be of constant shape, and be
             recorded.
+        contexts: Those that were computed; none where nothing was.
+        expected: Their log-probabilities by plain forwards.
     """
 
     reuse: ReuseMode
@@ -54,3 +58,5 @@ class Choice:
     rows_apart: bool
     ragged: bool = False
     static: bool = False
+    contexts: Sequence[Sequence[int]] = ()
+    expected: torch.Tensor = field(factory=lambda: torch.empty(0), eq=False)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from inspect import Parameter
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.nn.modules import module as of_torch
 from transformers import PreTrainedModel
 
 from genlm.core.types import Adapter
@@ -26,6 +27,15 @@ from genlm.hf.upload import Indices, Upload
 
 #: What models call the cache that they are given and return; from transformers 5.24 on, the first.
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
+
+#: The forward hooks of a module, by numbers that PyTorch never uses again.
+HOOKS, PRE_HOOKS = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
+
+#: Those of all modules.
+EVERYWHERE: list[dict[int, Any]] = [
+    of_torch._global_forward_hooks,
+    of_torch._global_forward_pre_hooks,
+]
 
 
 class Runner:
@@ -45,6 +55,8 @@ class Runner:
         device: Where the model's first weight is.
         modules: All modules of the model.
         changes: How often modules may have become others.
+        without_gradients: In which mode of PyTorch forwards are computed. Inference mode is the
+            fastest, but weights of some classes do not work in it.
     """
 
     def __init__(
@@ -55,6 +67,7 @@ class Runner:
         self.device: torch.device = model.device  # asked once: it looks for that weight
         self._adapters = adapters
         self.pool = pool
+        self.without_gradients: Callable[[], AbstractContextManager[Any]] = torch.inference_mode
         self._patterns = patterns
         self.changes = 0
         self._wanted: torch.Tensor | None = None
@@ -82,6 +95,23 @@ class Runner:
         """Take the hook off the model."""
         if self._hook is not None:
             self._hook.remove()
+
+    def hooks_of_others(self) -> list[int]:
+        """PyTorch's numbers of forward hooks that others have set inside of the model, or on all
+        modules. Those on the model itself see token ids, and logits of wanted positions only."""
+        inside = self.modules[1:]
+        of_modules = chain(map(HOOKS, inside), map(PRE_HOOKS, inside))
+        hooks = filter(None, chain(EVERYWHERE, of_modules))
+        return [at for some in hooks for at, hook in some.items() if not self.is_ours(hook)]
+
+    def hook_functions(self) -> list[tuple[int, Any]]:
+        """All functions that are such hooks, or ours, with the index of their module."""
+        everywhere = [(-1, function) for hooks in EVERYWHERE for function in hooks.values()]
+        return everywhere + [
+            (at, function)
+            for at, module in enumerate(self.modules[1:])
+            for function in (*HOOKS(module).values(), *PRE_HOOKS(module).values())
+        ]
 
     @contextmanager
     def head_may_change(self) -> Iterator[None]:
@@ -290,7 +320,7 @@ class Runner:
         of_wanted = (at // width for at in (wanted.values if wanted else ()))
         try:
             with (
-                torch.inference_mode(),
+                self.without_gradients(),
                 attention_kernels(self.device),
                 self._evaluating(),
                 self._adapters.applied(adapters, of_wanted, width),

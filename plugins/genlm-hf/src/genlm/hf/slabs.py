@@ -57,7 +57,9 @@ class Slab:
     def empty(self, size: int) -> Slab:
         """Memory for ``size`` positions of one slot of the same."""
         parts, _, heads, _, dim = self.states.shape
-        return Slab(self.parts, self.states.new_empty(parts, 1, heads, size, dim))
+        with torch.inference_mode(False):  # forwards write to it
+            states = self.states.new_empty(parts, 1, heads, size, dim)
+        return Slab(self.parts, states)
 
 
 def _pieces(states: torch.Tensor, slots: int) -> Sequence[torch.Tensor]:
@@ -89,12 +91,12 @@ class States(list[tuple[torch.Tensor, torch.Tensor]]):
         for slab, other in zip(self.slabs, source.slabs, strict=True):
             slab.states[:, :, :, :size] = other.states[:, :, :, :size]
 
-    @torch.inference_mode()
     def joined(self, below: States, size: int) -> States:
         """The first positions of other ones, and then these, in memory of their own."""
-        return States(
-            [
-                Slab(slab.parts, torch.cat([other.states[:, :, :, :size], slab.states], 3))
-                for slab, other in zip(self.slabs, below.slabs, strict=True)
-            ]
-        )
+        with torch.inference_mode(False), torch.no_grad():  # forwards write to it
+            return States(
+                [
+                    Slab(slab.parts, torch.cat([other.states[:, :, :, :size], slab.states], 3))
+                    for slab, other in zip(self.slabs, below.slabs, strict=True)
+                ]
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -415,13 +416,17 @@ def steps(
     return [owners[at] for at in order], torch.cat(parts).index_select(0, ordered), cache
 
 
-@torch.inference_mode()
 def joined(places: Sequence[Place]) -> Any:
     """A new cache of copies of these contexts; shorter ones get empty positions in front.
 
     Raises:
         ValueError: they are of unlike length, and a layer of the cache is of another kind.
     """
+    with _mode_of(places[0][0].cache):
+        return _joined(places)
+
+
+def _joined(places: Sequence[Place]) -> Any:
     upload, runs = Upload(), []
     for snapshot, run in groupby(places, key=itemgetter(0)):
         some = [at for _, at in run]
@@ -465,12 +470,19 @@ def _of_all_positions(snapshot: Snapshot) -> Iterator[torch.Tensor]:
         yield from (tensor for tensor in found if tensor is not None)
 
 
-@torch.inference_mode()
 def _compact(cache: Any) -> None:
     """Hold no memory beyond what a cache shows: a window is a view of all that was computed."""
-    for tensor in _tensors(cache):
-        if tensor.untyped_storage().nbytes() >= 2 * tensor.nbytes:
-            tensor.data = tensor.clone(memory_format=torch.contiguous_format)
+    with _mode_of(cache):
+        for tensor in _tensors(cache):
+            if tensor.untyped_storage().nbytes() >= 2 * tensor.nbytes:
+                tensor.data = tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _mode_of(cache: Any) -> AbstractContextManager[Any]:
+    """The mode of PyTorch in which a cache was computed: tensors of inference mode can be copied
+    and changed in that mode only."""
+    inference = any(tensor.is_inference() for tensor in _tensors(cache))
+    return torch.inference_mode() if inference else torch.no_grad()
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:

@@ -1,0 +1,130 @@
+"""Forward hooks of others on a model in use, as for steering."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from genlm.core import EngineError
+from genlm.hf.engine import HFEngine
+
+from .families import small_family
+from .models import Pair, draw, unproven
+
+#: One whose state is in slots, packed; in slots, by equal lengths; in snapshots.
+FAMILIES = ("llama", "bloom", "lfm2")
+
+
+def steered(module: Any, args: Any, given: Any) -> Any:
+    hidden = given if isinstance(given, torch.Tensor) else given[0]
+    hidden += 2 * torch.linspace(-1, 1, hidden.shape[-1], device=hidden.device)
+
+
+def steered_at_the_end(module: Any, args: Any, given: Any) -> Any:
+    hidden = given if isinstance(given, torch.Tensor) else given[0]
+    hidden[:, -1] += 2 * torch.linspace(-1, 1, hidden.shape[-1], device=hidden.device)
+
+
+def set_on(pair: Pair, hook: Any) -> list[Any]:
+    """On a layer of both models."""
+    found = []
+    for model in (pair.engine.model, pair.reference):
+        layers = [each for name, each in model.named_modules() if name.endswith((".h.0", "rs.0"))]
+        found.append(layers[0].register_forward_hook(hook))
+    return found
+
+
+@pytest.fixture(params=FAMILIES)
+def pair(request: Any) -> Pair:
+    return unproven(small_family(request.param, 64))
+
+
+def texts(n: int, length: int) -> list[tuple[int, ...]]:
+    """Random contexts of small models."""
+    return [tuple(token % 50 for token in one) for one in draw(n, length)]
+
+
+def grow(pair: Pair) -> list[int]:
+    """Compare rows of contexts that grow; the tokens that each step computed."""
+    contexts, forwards = texts(3, 7) + texts(1, 12), []
+    for step in range(6):
+        pair.forwards.clear()
+        pair.check(*contexts)
+        forwards.append(sum(pair.forwards))
+        contexts = [(*one, 3 + step) for one in contexts]
+    return forwards
+
+
+def test_a_hook_on_the_last_position_of_a_model_in_use_gives_the_rows_of_whole_forwards(
+    pair: Pair,
+) -> None:
+    before = grow(pair)
+    hooks = set_on(pair, steered_at_the_end)
+    with capture_logs() as events:
+        grow(pair)
+    assert "kv.reuse_stopped" in {event["event"] for event in events}
+    for hook in hooks:
+        hook.remove()
+    grow(pair)
+    pair.engine.genlm_clear_kv_cache()
+    assert grow(pair)[1:3] == before[1:3], "state is kept again"
+
+
+def test_a_hook_on_all_positions_of_a_model_in_use_keeps_the_reuse_of_state(pair: Pair) -> None:
+    set_on(pair, steered)
+    with capture_logs() as events:
+        forwards = grow(pair)
+    assert "kv.reuse_stopped" not in {event["event"] for event in events}
+    assert forwards[2:4] == [4, 4], "a token for each context"
+
+
+def test_state_from_before_a_hook_is_dropped(pair: Pair) -> None:
+    (context,) = texts(1, 7)
+    pair.check(context)
+    set_on(pair, steered)
+    with capture_logs() as events:
+        pair.check((*context, 9))
+        pair.check((*context, 9, 1))
+        pair.forwards.clear()
+        pair.check((*context, 9, 1, 4))
+    assert pair.forwards == [1]
+    assert "kv.reuse_stopped" not in {event["event"] for event in events}
+
+
+def test_a_hook_that_looks_on_keeps_the_state(pair: Pair) -> None:
+    forwards = grow(pair)
+    set_on(pair, lambda *_: None)
+    pair.check(*[(*one, 9) for one in texts(2, 7)])
+    assert grow(pair)[2:4] == forwards[2:4]
+
+
+def test_scores_with_a_hook_on_the_last_position(pair: Pair) -> None:
+    (text,) = texts(1, 12)
+    pair.check_scores((text[:5], text[5:]))
+    set_on(pair, steered_at_the_end)
+    pair.check_scores((text[:5], text[5:]), (text[:5], (1, 2, 3)))
+
+
+def test_a_hook_on_all_modules_is_tried_too() -> None:
+    pair = unproven(small_family("bloom", 64))
+    grow(pair)
+
+    def on_blocks(module: Any, args: Any, given: Any) -> Any:
+        if type(module).__name__ == "BloomBlock":
+            steered_at_the_end(module, args, given)
+
+    hook = torch.nn.modules.module.register_module_forward_hook(on_blocks)
+    try:
+        grow(pair)
+    finally:
+        hook.remove()
+
+
+def test_a_hook_on_the_last_position_that_is_there_at_load_is_refused() -> None:
+    model = small_family("bloom", 64)
+    model.transformer.h[0].register_forward_hook(steered_at_the_end)
+    with pytest.raises(EngineError, match="forward hooks that change the last position"):
+        HFEngine(model, None)
