@@ -31,7 +31,10 @@ from tools.tiny import write_tokenizer
         ({"backend_opts": [1]}, "backend_opts must be a dict; got [1]"),
         ({"resources": {"gpus": 1}}, "resources has no gpus; it has num_cpus, num_gpus, placement"),
         ({"resources": {"num_gpus": -1}}, "resources['num_gpus'] must be a finite number"),
-        ({"resources": {"placement": "near"}}, "one of spread, pack; got 'near'"),
+        (
+            {"resources": {"placement": "near"}},
+            "one of spread, pack, or a placement group; got 'near'",
+        ),
         ({"address": "auto"}, "address='auto' joins whatever cluster it finds"),
         ({"start_timeout": 0}, "start_timeout must be a finite number of seconds above 0; got 0"),
         ({"backend_opts": {"lock": Lock()}}, "backend_opts travels .*cannot be pickled.*lock"),
@@ -61,7 +64,9 @@ def test_a_backend_that_is_not_installed_is_said_at_once() -> None:
 
 
 def test_resources_that_the_cluster_lacks_are_named(fleet: Any) -> None:
-    with pytest.raises(BackendUnavailableError, match=r"0 of 2 replicas .*'num_gpus': 64"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"0 of 2 .* asks for 1 CPU, 64 GPU; .*0 GPU; ask"
+    ):
         fleet(resources={"num_gpus": 64}, start_timeout=0.5)
 
 

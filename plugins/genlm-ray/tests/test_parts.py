@@ -15,11 +15,21 @@ import pytest
 import ray
 import torch
 
-from genlm.core import Adapter, Answer, AsyncLM, EngineError, MockAsyncLM, Query, hookimpl
+from genlm.core import (
+    Adapter,
+    Answer,
+    AsyncLM,
+    EngineError,
+    MockAsyncLM,
+    Query,
+    hookimpl,
+    together,
+)
 from genlm.core.errors import InvalidOptionError, UnsupportedError
 from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.ray.cluster import Cluster
 from genlm.ray.engine import RayEngine
+from genlm.ray.hangs import Caller, Hangs
 from genlm.ray.line import Line
 from genlm.ray.log import Entry
 from genlm.ray.options import RayOptions
@@ -39,7 +49,8 @@ def engine_whose_replicas_have(
     monkeypatch.setattr(RayEngine, "_run", lambda self: None)
     monkeypatch.setattr(RayEngine, "_await_start", lambda self: described)
     monkeypatch.setattr(RayEngine, "genlm_close", hookimpl(lambda self: None))
-    return RayEngine(SimpleNamespace(), "any", RayOptions())
+    cluster: Any = SimpleNamespace(ray=SimpleNamespace(available_resources=dict))
+    return RayEngine(cluster, "any", RayOptions())
 
 
 @pytest.mark.parametrize("hooks", [(), HOOKS[:2], HOOKS])
@@ -58,7 +69,7 @@ def test_why_there_is_no_lora_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def described() -> Description:
         replica: Any = Replica()
-        description: Description = await replica.open(("mine", 1), None, "mock", "mock", {})
+        description: Description = await replica.open(("mine", 1), None, 60.0, "mock", "mock", {})
         replica.lm.close()
         return description
 
@@ -112,7 +123,7 @@ def test_a_step_waits_for_answers_and_gives_all_but_what_was_dropped(
 
 
 def test_suspects_of_one_program_are_tried_at_a_time() -> None:
-    replica, mine, yours = Replica(), ProgramSession(1), ProgramSession(1)
+    replica, mine, yours = Replica(), ProgramSession(1, 60.0), ProgramSession(1, 60.0)
     refused = pytest.raises(Busy, match="another program tries suspects")
     with replica._trial(mine), replica._trial(mine), refused, replica._trial(yours):
         pass
@@ -184,7 +195,7 @@ def replica_with(*programs: str) -> tuple[Any, Model, list[Token]]:
     """A replica that has loaded, and the programs' sessions."""
     replica: Any = Replica()
     replica.lm = model = Model()
-    replica._sessions |= {program: ProgramSession(1) for program in programs}
+    replica._sessions |= {program: ProgramSession(1, 60.0) for program in programs}
     return replica, model, [(program, 1) for program in programs]
 
 
@@ -235,7 +246,7 @@ def test_rows_travel_without_what_only_the_tokenizer_has(monkeypatch: pytest.Mon
 
     async def widths() -> list[int]:
         replica: Any = Replica()
-        described = await replica.open(("mine", 1), None, "mock", "mock", {})
+        described = await replica.open(("mine", 1), None, 60.0, "mock", "mock", {})
         cold = ((1,),), None, True, None, None, None
         rows = received(await replica.answer(("mine", 1), [asked(1), cold], False))
         replica.lm.close()
@@ -247,7 +258,7 @@ def test_rows_travel_without_what_only_the_tokenizer_has(monkeypatch: pytest.Mon
 def test_a_replica_takes_the_cache_that_it_is_given() -> None:
     async def kept(options: dict[str, Any]) -> int | None:
         replica: Any = Replica()
-        await replica.open(("mine", 1), None, "mock", "mock", options)
+        await replica.open(("mine", 1), None, 60.0, "mock", "mock", options)
         with replica.lm as lm:
             return lm._cache.maxsize
 
@@ -269,7 +280,7 @@ class Sharper:
 
 def test_programs_share_a_replica_with_equal_wrappers() -> None:
     async def joined(replica: Any, power: int) -> None:
-        loading = None, "mock", "mock", {"wrappers": [Sharper(power)]}
+        loading = None, 60.0, "mock", "mock", {"wrappers": [Sharper(power)]}
         await replica.open((f"to the power {power}", 1), *loading)
 
     async def programs() -> None:
@@ -290,7 +301,7 @@ def test_an_installed_wrapper_changes_rows_once(monkeypatch: pytest.MonkeyPatch)
 
     async def row() -> torch.Tensor:
         replica: Any = Replica()
-        await replica.open(("mine", 1), None, "mock", "mock", {})
+        await replica.open(("mine", 1), None, 60.0, "mock", "mock", {})
         with replica.lm as lm:
             return await lm.next_token_logprobs([1])
 
@@ -383,3 +394,26 @@ def test_a_model_whose_connection_was_ended_ends_no_other(
     assert connection == ["elsewhere"]
     other.leave()
     assert connection == (["elsewhere"] if by_program else [])
+
+
+# --- functions that hang --------------------------------------------------------------------------
+
+
+def test_a_call_hangs_when_it_has_run_for_longer_than_one_of_its_callers_waits() -> None:
+    hangs, found = Hangs(), []
+
+    @together
+    def looked_at(rows: Any, times: list[list[float]]) -> list[int]:
+        found.append([running and running.name for running in map(hangs.look, times[0])])
+        return [1] * len(rows)
+
+    watched, row = hangs.watched(looked_at), torch.zeros(3)
+    patient, other = Caller(3.0), Caller(60.0)
+    asked = [(patient, [0.0, 1.0, 2.0, 2.9]), (other, [4.0, 5.0, 64.0, 65.0]),
+             (patient, [70.0, 71.0, 72.0, 73.0])]  # fmt: skip
+    for caller, times in asked:
+        assert watched.results_of([(watched(caller, times), (row,))]) == [1]
+    name = repr(looked_at)
+    # 59 seconds between two looks are those of a process that was stopped.
+    assert found == [[None] * 4, [None] * 4, [None, None, None, name]]
+    assert hangs.look(99.0) is None

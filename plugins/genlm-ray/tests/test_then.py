@@ -171,6 +171,41 @@ def test_a_function_that_kills_its_replica_fails_its_caller_alone(fleet: Fleet) 
     assert outcomes == [*range(30)]
 
 
+def test_a_function_that_does_not_return_fails_its_callers_alone(fleet: Fleet) -> None:
+    """Its replica is replaced, and rows and other functions that wait behind it are answered."""
+    lm = fleet(function_timeout=2.0)
+    before = [handle._actor_id for handle in lm.underlying_model]
+
+    @here
+    def hangs(rows: Any, values: Any) -> list[Any]:
+        import threading
+
+        threading.Event().wait()
+        return list(values)
+
+    @here
+    def same(rows: Any, values: Any) -> list[Any]:
+        return list(values)
+
+    async def program() -> list[Any]:
+        asked = [lm.next_token_logprobs([at], then=same(at)) for at in range(60)]
+        asked += [lm.next_token_logprobs([at, 1]) for at in range(60)]
+        asked[11:11] = [lm.next_token_logprobs([99, at], then=hangs(at)) for at in range(3)]
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 300)
+
+    outcomes = asyncio.run(program())
+    for error in (outcomes.pop(11) for _ in range(3)):
+        assert isinstance(error, EngineError)
+        assert "hangs" in str(error)
+        assert "function_timeout=2 seconds" in str(error)
+    assert outcomes[:60] == [*range(60)]
+    with load_model_by_name("mock", "mock") as alone:
+        rows = alone.batch_next_token_logprobs_sync([[at, 1] for at in range(60)])
+    torch.testing.assert_close(torch.stack(outcomes[60:]), rows)
+    assert lm.next_token_logprobs_sync([5], then=same("after")) == "after"
+    assert [handle._actor_id for handle in lm.underlying_model] != before
+
+
 def test_masks_and_adapters_go_along(fleet: Fleet, tiny: str, lora_folders: dict[str, str]) -> None:
     pytest.importorskip("transformers", reason="a real model needs transformers")
     lm = fleet(tiny, "hf")

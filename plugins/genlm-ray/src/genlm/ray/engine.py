@@ -21,6 +21,7 @@ from attrs import evolve
 
 from genlm.core import Adapter, Answer, EngineDeadError, Query, hookimpl
 from genlm.core.errors import BackendUnavailableError, InvalidOptionError
+from genlm.core.logs import get_logger
 from genlm.core.plugins import find_backend
 from genlm.core.types import ReductionRequest, Request, SampleRequest, ScoreRequest
 from genlm.kit.mailbox import Mailbox
@@ -31,8 +32,11 @@ from genlm.ray.line import Line
 from genlm.ray.log import Entry
 from genlm.ray.member import Call
 from genlm.ray.options import RayOptions
+from genlm.ray.room import Room
 from genlm.ray.watch import LEASE_PULSES
 from genlm.ray.wire import HOOKS, Description, absolute, adapter_key, ask
+
+log = get_logger()
 
 #: Seconds for the replicas to release their engines before they are ended.
 RELEASE_SECONDS = 30.0
@@ -90,7 +94,8 @@ class RayEngine:
         ]
         # Ray ends a program's own replicas with it; on shared ones only its session ends.
         lease = LEASE_PULSES * watch.PULSE if self._shared else None
-        loading = (lease, options.backend, absolute(model), dict(options.backend_opts))
+        per_call = options.function_timeout
+        loading = (lease, per_call, options.backend, absolute(model), dict(options.backend_opts))
         patience, now = options.start_timeout, time.monotonic()
         self._fleet = Fleet(self._program, lines, loading, patience, now, shared=self._shared)
         self._thread = threading.Thread(target=self._run, name="genlm-ray-fleet", daemon=True)
@@ -112,6 +117,9 @@ class RayEngine:
     def _await_start(self) -> Description:
         patience = self._options.start_timeout
         until = time.monotonic() + patience
+        room = Room.of(self._cluster.ray, self._options)
+        if room.only_in_groups:
+            log.warning("replica.no_room", why=room.described())
         while (left := until - time.monotonic()) > 0:
             # An interrupted load ends between two of these waits, and gives the replicas back.
             if concurrent.futures.wait([self._ready], min(left, 0.2)).done:
@@ -120,8 +128,8 @@ class RayEngine:
         ready = sum(member.ready for member in self._fleet.members)
         raise BackendUnavailableError(
             f"{ready} of {len(self.model)} replicas were ready after start_timeout={patience:g} "
-            f"seconds; the cluster has {self._cluster.ray.available_resources()} free, and each "
-            f"replica asks for {self._options.actor_options(0)}; ask for less, or wait longer"
+            f"seconds; {Room.of(self._cluster.ray, self._options).described()}; ask for less, or "
+            "wait longer"
         )
 
     # --- on the fleet's thread --------------------------------------------------------------------

@@ -25,7 +25,7 @@ from genlm.ray.log import Action, Change, Entry, Log
 from genlm.ray.member import Call, Job, Journey, Member, State, alive
 from genlm.ray.placing import MAX_DEATHS, Placing
 from genlm.ray.watch import HOPE, MAX_REFUSED_STARTS, Watch
-from genlm.ray.wire import Ask, Busy, Description, Gone, ask
+from genlm.ray.wire import Ask, Busy, Description, Gone, Unanswered, ask
 
 log = get_logger()
 
@@ -102,6 +102,7 @@ class Fleet:
         else:
             results = [outcome] if isinstance(outcome, Exception) else outcome
             self._answer(jobs, results)
+            self._placing.add(alive(jobs))  # what the replica left unanswered
 
     def _asked(self, member: Member, request: Request) -> Ask:
         """A request as it travels to a replica. A function goes there once."""
@@ -114,7 +115,7 @@ class Fleet:
 
     def _answer(self, jobs: Sequence[Job], results: Sequence[Any]) -> None:
         for job, result in zip(jobs, results, strict=True):
-            if not job.done:
+            if not (job.done or isinstance(result, Unanswered)):
                 job.done = True
                 del self._flying[job.request]
                 self.answers.append(Answer(job.request, result))

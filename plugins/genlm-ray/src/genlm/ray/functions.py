@@ -16,6 +16,7 @@ from genlm.core import EngineError, InvalidInputError
 from genlm.core.checks import describe_error, safe_repr
 from genlm.core.together import Then, together
 from genlm.core.types import ReductionRequest
+from genlm.ray.hangs import Caller, Hangs
 
 #: The most functions that a replica keeps. A program that makes a new one in every step would fill
 #: its memory; one that has been dropped travels again.
@@ -88,8 +89,13 @@ def cannot_travel(what: str, value: Any, error: Exception) -> InvalidInputError:
 
 @define
 class KnownFunctions:
-    """The functions that a replica has."""
+    """The functions that a replica has.
 
+    Args:
+        hangs: Is told when one runs.
+    """
+
+    _hangs: Hangs
     _known: OrderedDict[str, together[Any] | Exception] = field(factory=OrderedDict)
 
     def learn(self, key: str, pickled: bytes | None) -> None:
@@ -104,7 +110,7 @@ class KnownFunctions:
             raise Lacking(key)
         else:
             try:
-                self._known[key] = ray.cloudpickle.loads(pickled)
+                self._known[key] = self._hangs.watched(ray.cloudpickle.loads(pickled))
             except Exception as error:
                 self._known[key] = InvalidInputError(
                     f"a function of rows cannot be loaded in a replica: {describe_error(error)}; "
@@ -113,7 +119,7 @@ class KnownFunctions:
             while len(self._known) > KEPT_FUNCTIONS:
                 self._known.popitem(last=False)
 
-    def then(self, key: str, given: Sequence[Any]) -> Then[Any]:
+    def then(self, key: str, caller: Caller, given: Sequence[Any]) -> Then[Any]:
         """What a caller has given.
 
         Raises:
@@ -122,7 +128,7 @@ class KnownFunctions:
         function = self._known[key]
         if isinstance(function, Exception):
             raise InvalidInputError(str(function))
-        return function(*given)
+        return function(caller, *given)
 
 
 class Lacking(Exception):

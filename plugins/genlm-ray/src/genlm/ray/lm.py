@@ -32,5 +32,10 @@ class AsyncRayLM(NamedLM):
             InvalidOptionError: an option is not accepted.
             Exception: what the inner backend raised while it loaded the model.
         """
+        from genlm.ray.options import capturing_group
+
         ours = {"backend": backend, "replicas": replicas, "backend_opts": backend_opts}
+        group = capturing_group() if options.get("name") is None else None
+        if group is not None:  # in a task: other threads than this one do not see it
+            options["resources"] = {"placement": group, **(options.get("resources") or {})}
         return cls.from_backend("ray", model_id, {**ours, **options})

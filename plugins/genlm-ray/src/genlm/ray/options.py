@@ -30,6 +30,25 @@ def require(name: str, given: object, what: str, accepts: Callable[[Any], object
         raise InvalidOptionError(f"{name} must be {what}; got {checks.safe_repr(given)}")
 
 
+def is_group(placement: object) -> bool:
+    from ray.util.placement_group import PlacementGroup
+
+    return isinstance(placement, PlacementGroup)
+
+
+def capturing_group() -> Any:
+    """The placement group that captures what is started here. Ray knows it on all threads of an
+    actor, and of a task on its own thread only."""
+    import ray
+    from ray.util.placement_group import get_current_placement_group
+
+    if not ray.is_initialized() or ray.util.client.ray.is_connected():
+        return None
+    worker = ray._private.worker.global_worker
+    captures = worker.should_capture_child_tasks_in_placement_group
+    return get_current_placement_group() if captures else None
+
+
 @frozen(kw_only=True)
 class RayOptions:
     """The options of the ``ray`` backend.
@@ -39,7 +58,9 @@ class RayOptions:
         replicas: The number of replicas.
         backend_opts: The inner backend's options, and options of the core (``batch_size``, ...).
         resources: The resources of each replica: ``num_cpus`` (1), ``num_gpus`` (0), and
-            ``placement``: ``"spread"`` over the nodes (the default) or ``"pack"`` onto few.
+            ``placement``: ``"spread"`` over the nodes (the default), ``"pack"`` onto few, or a
+            placement group of Ray, whose bundles they take. In an actor whose placement group
+            captures its children, they take bundles of that group.
         address: A running cluster, as ``ray.init`` takes it: ``"10.0.0.1:6379"`` on a machine of
             the cluster, or ``"ray://10.0.0.1:10001"`` (Ray's client) from elsewhere. ``None``
             means ``RAY_ADDRESS``; without that, a cluster is started on this machine, and stopped
@@ -49,6 +70,8 @@ class RayOptions:
             program has a fleet of its own.
         start_timeout: Seconds within which the replicas must have loaded the model; later, seconds
             for which all of them may be lost.
+        function_timeout: Seconds that one call of a function of rows (``then``) may take on a
+            replica. After that its callers get an error, and the replica is replaced.
     """
 
     backend: str = "hf"
@@ -58,6 +81,7 @@ class RayOptions:
     address: str | None = None
     name: str | None = None
     start_timeout: float = 600.0
+    function_timeout: float = 60.0
 
     @classmethod
     def checked(cls, options: Mapping[str, Any]) -> RayOptions:
@@ -71,7 +95,8 @@ class RayOptions:
         refuse_unknown("ray", options, known, others=OF_THE_INNER)
         own = cls(**{name: given for name, given in options.items() if given is not None})
         checks.integer("replicas", own.replicas, least=1)
-        checks.number("start_timeout", own.start_timeout, "of seconds above 0", lambda n: n > 0)
+        for name in ("start_timeout", "function_timeout"):
+            checks.number(name, getattr(own, name), "of seconds above 0", lambda n: n > 0)
         for name in ("backend_opts", "resources"):
             require(name, getattr(own, name), "a dict", lambda given: isinstance(given, Mapping))
         for name in ("backend", "address", "name"):
@@ -109,16 +134,28 @@ class RayOptions:
         require(
             "resources['placement']",
             self.resources.get("placement", "spread"),
-            f"one of {', '.join(STRATEGIES)}",
-            lambda given: given in list(STRATEGIES),
+            f"one of {', '.join(STRATEGIES)}, or a placement group",
+            lambda given: given in list(STRATEGIES) or is_group(given),
         )
+
+    def _strategy(self) -> Any:
+        """Where Ray puts replicas."""
+        placement = self.resources.get("placement", "spread")
+        group = placement if is_group(placement) else None
+        if group is None and self.name is None:  # a fleet with a name outlives the group
+            group = capturing_group()
+        if group is None:
+            return STRATEGIES[placement]
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
 
     def actor_options(self, index: int) -> dict[str, Any]:
         """What Ray is asked for, for one replica."""
         asked: dict[str, Any] = {
             "num_cpus": self.resources.get("num_cpus", 1),
             "num_gpus": self.resources.get("num_gpus", 0),
-            "scheduling_strategy": STRATEGIES[self.resources.get("placement", "spread")],
+            "scheduling_strategy": self._strategy(),
         }
         if self.name is not None:
             # Whatever namespace the program is connected in.

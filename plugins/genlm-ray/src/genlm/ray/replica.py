@@ -27,6 +27,7 @@ from genlm.core.checks import describe_error
 from genlm.core.errors import InvalidOptionError, ModelClosedError
 from genlm.core.types import TokenIds
 from genlm.ray.functions import KnownFunctions, Reduced
+from genlm.ray.hangs import LOOK_SECONDS, Caller, Hangs, Running
 from genlm.ray.wire import (
     HOOKS,
     Ask,
@@ -35,6 +36,7 @@ from genlm.ray.wire import (
     Gone,
     Sent,
     Token,
+    Unanswered,
     ids_of,
     portable,
     sent,
@@ -62,6 +64,7 @@ class ProgramSession:
     """What one program has here."""
 
     life: int
+    patience: float  # seconds that a call of one of its functions may take
     heard_at: float = field(factory=time.monotonic)
     over: bool = False
     tasks: set[Any] = field(factory=set)  # that end with it
@@ -129,19 +132,26 @@ class Replica:
         self._pickled = b""  # these options as they came: wrappers among them change with use
         self._width: int | None = None  # of rows as they travel, once it is loaded
         self._sessions: dict[str, ProgramSession] = {}
-        self._functions = KnownFunctions()
+        self._hangs = Hangs()
+        self._functions = KnownFunctions(self._hangs)
+        self._hung: asyncio.Future[Running] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._beats: asyncio.AbstractEventLoop | None = None  # on which the watch's calls run
         self._trying: list[tuple[ProgramSession, float]] = []  # suspects: whose, and since when
         self._over: Exception | None = None  # why it takes no more calls
         self._ending = asyncio.Event()
 
     # --- programs that come and go ----------------------------------------------------------------
 
-    async def open(self, token: Token, lease: float | None, *model: Any) -> Description:
+    async def open(
+        self, token: Token, lease: float | None, patience: float, *model: Any
+    ) -> Description:
         """Begin a session, without adapters and pinned prompts; load the model if it is not there.
 
         Args:
             token: The session.
             lease: Seconds for which it may not be heard of; ``None`` is no limit.
+            patience: Seconds that a call of one of its functions of rows may take.
             *model: The backend, the model's name and the options.
 
         Raises:
@@ -152,7 +162,7 @@ class Replica:
         await self._finish(program)
         if self._over is not None:
             raise self._over
-        session = self._sessions[program] = ProgramSession(life)
+        session = self._sessions[program] = ProgramSession(life, patience)
         try:
             async with self._loading:  # several programs may come at once
                 await self._load(*model)
@@ -177,6 +187,7 @@ class Replica:
             ours = options if "cache_opts" in options else {"cache_size": 0, **options}
             self.lm = await asyncio.to_thread(InnerLM.from_backend, backend, model, ours)
             send_own_code()
+            self._watching = asyncio.create_task(self._watch_functions())
             self._serves, self._pickled = (backend, model, options), pickled
             return
         there, served, with_these = self._serves
@@ -229,9 +240,27 @@ class Replica:
     async def beat(self, token: Token, seconds: float) -> None:
         """Come back after some time, also while the engine is at work."""
         self.session(token).heard_at = time.monotonic()
+        self._beats = asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ending.wait(), seconds)
         self.session(token).heard_at = time.monotonic()
+
+    def _hanging(self) -> asyncio.Future[Running]:
+        """Has the call of a function that hangs, once there is one."""
+        if self._hung is None:
+            self._hung = asyncio.get_running_loop().create_future()
+        return self._hung
+
+    async def _watch_functions(self) -> None:
+        """End the process when a function of rows hangs, for the engine's thread is lost to it."""
+        while (running := self._hangs.look(time.monotonic())) is None:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_SECONDS)
+        self._over = Gone(f"{running.name} did not return", computing=False)
+        self._hanging().set_result(running)
+        exit_soon()
+        await asyncio.sleep(FAREWELL_SECONDS / 2)  # the answers first
+        if self._beats is not None:
+            self._beats.call_soon_threadsafe(self._ending.set)
 
     @in_watch
     async def end(self) -> None:
@@ -271,7 +300,7 @@ class Replica:
         session.tasks.add(task)
         try:
             with self._trial(session) if on_trial else contextlib.nullcontext():
-                found = await asyncio.gather(*map(self._answer, asked), return_exceptions=True)
+                found = await self._found(session, asked)
         finally:
             session.tasks.discard(task)
         for each in found:
@@ -279,10 +308,29 @@ class Replica:
                 raise each
         return sent(found)
 
-    async def _answer(self, asked: Ask) -> Any:
+    async def _found(self, session: ProgramSession, asked: Sequence[Ask]) -> list[Any]:
+        """The result of each request, or the error in its place. Once a function hangs, what is
+        there."""
+        callers = [Caller(session.patience) for _ in asked]
+        tasks = [*map(asyncio.ensure_future, map(self._answer, asked, callers))]
+        answered = asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            either: list[asyncio.Future[Any]] = [answered, self._hanging()]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if answered.done():
+                return answered.result()
+            hung = self._hanging().result()
+            return [
+                _result(task) if task.done() else _left(caller, hung)
+                for task, caller in zip(tasks, callers, strict=True)
+            ]
+        finally:
+            answered.cancel()
+
+    async def _answer(self, asked: Ask, caller: Caller) -> Any:
         ids, (_, lora, cold, drawn, scored, reduced) = ids_of(asked), asked
         if reduced is not None:
-            return await self._reduce(ids, lora, *reduced)
+            return await self._reduce(ids, lora, caller, *reduced)
         if drawn is not None:
             params = asdict(drawn)
             stop = sorted(params.pop("stop_token_ids"))
@@ -297,10 +345,16 @@ class Replica:
         return row[: self._width]
 
     async def _reduce(
-        self, ids: TokenIds, lora: str | None, key: str, _: bytes | None, given: Sequence[Any]
+        self,
+        ids: TokenIds,
+        lora: str | None,
+        caller: Caller,
+        key: str,
+        _: bytes | None,
+        given: Sequence[Any],
     ) -> Reduced:
         """What a function makes of a row."""
-        then = self._functions.then(key, given)
+        then = self._functions.then(key, caller, given)
         try:
             return Reduced.of(await self.lm.next_token_logprobs(ids, lora_name=lora, then=then))
         except (EngineDeadError, ModelClosedError) as error:
@@ -370,3 +424,21 @@ class Replica:
 
     async def _pin(self, asked: Ask) -> None:
         await asyncio.to_thread(self.lm.cache_kv, ids_of(asked), lora_name=asked[1])
+
+
+def _result(task: asyncio.Task[Any]) -> Any:
+    """What a task has given, or its error."""
+    if task.cancelled():
+        return Unanswered()
+    return task.exception() or task.result()
+
+
+def _left(caller: Caller, hung: Running) -> Any:
+    """What a caller gets that is not answered when a function hangs."""
+    if caller not in hung.callers:
+        return Unanswered()
+    return EngineError(
+        f"{hung.name} did not return within function_timeout={caller.patience:g} seconds for "
+        f"{len(hung.callers)} rows; its replica is replaced, and other requests go on. Mend the "
+        "function, or raise function_timeout"
+    )

@@ -55,6 +55,11 @@ class Busy(Exception):
 
 
 @frozen
+class Unanswered:
+    """In the place of a result: the replica ends, by no fault of this request. Ask elsewhere."""
+
+
+@frozen
 class Description:
     """What a replica says of its engine when it has loaded it."""
 
