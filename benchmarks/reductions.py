@@ -3,16 +3,23 @@
 The engines are mocks with 258 tokens. ``rows``, ``then`` and ``population`` are three forms of one
 program: each token is drawn among half of the vocabulary. ``tokens a second of n replicas``: waves
 of 64 contexts a replica, whose engines take 20 ms for a batch; the floor is 64 / 20 ms for each
-replica. ``CPU time of the program``: of all threads of its own process, for a token, with 512
-contexts a wave and two replicas that take no time. Replicas share the processor's cores with the
-program.
+replica. ``tokens a second of examples/smc.py``: the example itself, 12 tokens of 64 particles a
+replica, none of which end. ``CPU time of the program``: of all threads of its own process, for a
+token, with 512 and 4,096 contexts a wave and two replicas that take no time; a process that has a
+core of its own takes as many tokens a second as that time goes into a second. Replicas share the
+processor's cores with the program.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+import itertools
+import random
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from benchmarks.protocol import Bench, main
@@ -21,7 +28,12 @@ from benchmarks.ray import fleet, new_contexts
 PLUGIN = "ray"
 
 REPLICAS = (1, 2, 4, 8)
-DELAY, WAVE, LARGE_WAVE = 0.02, 64, 512
+DELAY, WAVE, LARGE_WAVES = 0.02, 64, (512, 4096)
+
+#: Of the example.
+TOKENS, EXAMPLE = 12, "tokens a second of examples/smc.py"
+
+seeds = itertools.count()
 
 #: Asks for a token of each context.
 Form = Callable[[Any, list[list[int]]], Any]
@@ -49,6 +61,19 @@ def forms() -> dict[str, Form]:
     return {"rows": rows, "then": then, "population": population}
 
 
+def example(lm: Any, particles: int) -> float:
+    """Tokens a second of the example."""
+    import torch
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    smc = importlib.import_module("smc").smc
+    source, allowed = random.Random(next(seeds)), torch.arange(0, 256, 2)  # without the end
+    prompt = [source.randrange(256) for _ in range(20)]  # which is not in any cache
+    began = time.perf_counter()
+    asyncio.run(smc(lm, prompt, allowed, particles, TOKENS, source))
+    return particles * TOKENS / (time.perf_counter() - began)
+
+
 def ours(bench: Bench) -> None:
     waves = 3 if bench.quick else 20
     for replicas in REPLICAS[:2] if bench.quick else REPLICAS:
@@ -66,21 +91,23 @@ def ours(bench: Bench) -> None:
                 rate = waves * WAVE * replicas / (time.perf_counter() - began)
                 case = f"tokens a second of n replicas, {name}"
                 bench.record(case, [rate], unit="tokens/s", x=replicas)
+            rates = [example(lm, WAVE * replicas) for _ in range(2 if bench.quick else 6)]
+            bench.record(EXAMPLE, rates[1:], unit="tokens/s", x=replicas)
     with fleet("mock", "mock", 2, cache_size=0) as lm:
         bench.clock = time.process_time
-        for name, ask in forms().items():
+        for (name, ask), n in itertools.product(forms().items(), LARGE_WAVES):
             bench.time(
                 f"CPU time of the program, {name}",
                 lambda wave, ask=ask: asyncio.run(ask(lm, wave)),
-                unit="us", x=LARGE_WAVE, per=LARGE_WAVE, warm=2, repeat=waves,
-                prepare=lambda: new_contexts(LARGE_WAVE),
+                unit="us", x=n, per=n, warm=2, repeat=waves,
+                prepare=lambda n=n: new_contexts(n),
             )  # fmt: skip
 
 
 def floor(bench: Bench) -> None:
     for replicas in REPLICAS:
-        for name in forms():
-            case = f"tokens a second of n replicas, {name}"
+        cases = [f"tokens a second of n replicas, {name}" for name in forms()]
+        for case in (*cases, EXAMPLE):
             bench.record(case, [replicas * WAVE / DELAY], unit="tokens/s", x=replicas)
 
 
