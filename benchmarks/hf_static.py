@@ -89,7 +89,7 @@ def ask(engine: Any, contexts: Contexts) -> None:
 
     new, left = [Query(tuple(one)) for one in contexts], len(contexts)
     while left:
-        left -= len(engine.genlm_step(new, []))
+        left -= len(engine.genlm_step(new, [], engine.vocab_size))
         new = []
 
 
