@@ -17,7 +17,6 @@ from genlm.vllm.loading import load
 from tests.sweep import Row, Sweep
 
 OPTIONS = {
-    "dtype": "float32",
     "max_model_len": 96,
     "max_num_seqs": 4,
     "kv_cache_memory_bytes": 16 << 20,
@@ -57,10 +56,8 @@ SIZES = {
 }
 
 
-@contextmanager
-def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
-    """The longest context of a model in vLLM, and its rows. What vLLM itself refuses or has no
-    kernels for is an error with its words."""
+def loaded(folder: str, dtype: str) -> Any:
+    """A model in vLLM. What vLLM itself refuses is an error with its words."""
     gc.freeze()  # what the model before has thawed
     try:
         with (
@@ -68,9 +65,16 @@ def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
             # It would change transformers' classes, of which further models are made.
             patch.object(base, "support_torch_compile", lambda **_: lambda kind: kind),
         ):
-            engine = load(str(folder), {"engine_opts": OPTIONS})
+            return load(folder, {"engine_opts": OPTIONS | {"dtype": dtype}})
     except Exception as error:
         raise EngineError(f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
+    """The longest context of a model in vLLM, and its rows. What vLLM has no kernels for is an
+    error with its words."""
+    engine = loaded(str(folder), "float32")
 
     def row_of(context: tuple[int, ...]) -> Any:
         try:

@@ -1,0 +1,24 @@
+"""No sound model is refused by the proof; collected only when it is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from genlm.sgl.loading import load
+from tests.sound_loads import EverySoundLoad
+
+from .families import SWEEP, served
+
+
+def loaded(folder: str, dtype: str) -> Any:
+    return load(folder, {"engine_opts": {"max_total_tokens": 512, "dtype": dtype}})
+
+
+class TestSoundLoads(EverySoundLoad):
+    """With transformers 5.19 and SGLang 0.5.23."""
+
+    families = sorted(served())
+    sweep = SWEEP
+    load = loaded
+    dtypes = ("float32", "bfloat16")
+    tried = 25

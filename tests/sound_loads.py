@@ -1,0 +1,142 @@
+"""Small sound models of every causal family, in every type of weights: verification refuses none
+that an engine serves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genlm.core.errors import EngineError
+from genlm.kit.scaled_copy import small_config, thresholds
+from genlm.kit.verify.comparison import compare
+from genlm.kit.verify.reference import Reference
+from genlm.kit.verify.report import Report
+from genlm.kit.verify.rows import row_of
+from genlm.kit.verify.subject import Subject
+from tests.sweep import FACTORS, Sweep, random_model, write_as_on_the_hub
+
+#: The types of weights.
+DTYPES = ("float32", "bfloat16", "float16")
+
+#: Where the thresholds of the models are, and the longest context, tokens.
+NEAR, LONGEST = 20, 64
+
+#: Loads a folder in a type of weights: an engine.
+Load = Callable[[str, str], Any]
+
+
+class EverySoundLoad:
+    """Tests that verification passes a sound model of every family.
+
+    Attributes:
+        families: Their types.
+        sweep: How their models are made.
+        load: How the engine loads one.
+        dtypes: The types of weights that it knows.
+        tried: How many it served in float32 when this was written.
+    """
+
+    families: Sequence[str]
+    sweep: Sweep
+    load: Load
+    dtypes: Sequence[str] = DTYPES
+    tried: int
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "family" in metafunc.fixturenames:
+            metafunc.parametrize("dtype", self.dtypes)
+            metafunc.parametrize("family", self.families)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def table(cls, pytestconfig: pytest.Config) -> Iterator[dict[tuple[str, str], str]]:
+        """What became of each; printed at the end."""
+        found: dict[tuple[str, str], str] = {}
+        yield found
+        counts = Counter(f"{dtype} {what.split(':')[0]}" for (_, dtype), what in found.items())
+        lines = [f"{len(found)} loads: {dict(counts)}"]
+        lines += [f"{family:20}{dtype:10}{what}" for (family, dtype), what in found.items()]
+        with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print("", *lines, sep="\n")
+
+    def test_a_family(
+        self, family: str, dtype: str, table: dict[tuple[str, str], str], tmp_path: Path
+    ) -> None:
+        table[family, dtype] = "not built"
+        for at, (model, config) in enumerate(small_models(family, self.sweep)):
+            folder = tmp_path / f"{at}"
+            self.sweep.save(model.to(getattr(torch, dtype)), folder)
+            if family in self.sweep.made:
+                write_as_on_the_hub(config, folder)
+            subject = Subject(model=str(folder), engine="engine", backend="none")
+            try:
+                with ThreadPoolExecutor(1) as engine_thread:  # mlx leaves a closed one's useless
+                    report = engine_thread.submit(
+                        compared, subject, type(self).__dict__["load"], dtype
+                    ).result()
+            except EngineError as error:
+                table[family, dtype] = f"refused: {' '.join(str(error).split()):.120}"
+                continue
+            worst = max(report.compared, key=lambda one: one.apart / one.allowed)
+            table[family, dtype] = f"served: {worst.apart:.1e} of {worst.allowed:.1e}"
+            assert report.passed, report
+            return
+
+    def test_most_families_were_tried(self, table: dict[tuple[str, str], str]) -> None:
+        if len({family for family, _ in table}) < len(self.families):
+            pytest.skip("not every family was asked for")
+        served = {
+            f for (f, dtype), what in table.items() if dtype == "float32" and "served" in what
+        }
+        assert len(served) >= self.tried
+
+
+def compared(subject: Subject, load: Load, dtype: str) -> Report:
+    """The report on a model.
+
+    Raises:
+        EngineError: the engine refuses the model, or has no kernels for it.
+    """
+    engine = load(subject.model, dtype)
+
+    def row(ids: Sequence[int]) -> torch.Tensor:
+        try:
+            return row_of(engine, ids)
+        except Exception as error:
+            raise EngineError(f"{type(error).__name__}: {error}") from error
+
+    try:
+        with Reference(subject, Path(subject.model)) as reference:
+            reference.begin(LONGEST)
+            return compare(subject, reference, row, engine.max_context, dtype)
+    finally:
+        getattr(engine, "genlm_close", lambda: None)()
+
+
+def small_models(family: str, sweep: Sweep) -> Iterator[tuple[Any, Any]]:
+    """Random models of a family, and their configurations: the narrowest first."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = CONFIG_MAPPING[family](**sweep.left_open.get(family, {}))
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not isinstance(config, kind.config_class):
+        config = config.get_text_config(decoder=True)
+    if family in sweep.made:
+        small = type(config)(**sweep.made[family])
+        yield random_model(kind, small), small
+        return
+    near = {one.path: NEAR for one in thresholds(config.to_dict())}
+    for factor in FACTORS:
+        try:
+            given = small_config(config, factor, near).to_dict()
+            given |= {n: size for n, size in sweep.sizes.items() if isinstance(given.get(n), int)}
+            small = type(config).from_dict(given)
+            yield random_model(kind, small), small
+        except Exception:  # a class may raise anything for sizes that it does not expect
+            continue
