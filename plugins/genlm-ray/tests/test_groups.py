@@ -9,8 +9,8 @@ import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from genlm.ray.free_resources import FreeResources
 from genlm.ray.options import RayOptions
-from genlm.ray.room import Room
 
 from .conftest import PATIENCE
 
@@ -67,9 +67,9 @@ def test_a_task_gives_its_group(cluster: Any, group: Any, how: str) -> None:
 
 
 def test_room_in_groups_only_is_said_with_the_remedy(cluster: Any, group: Any) -> None:
-    room = Room.of(cluster, RayOptions())
-    assert room.only_in_groups
-    assert "asks for 1 CPU; free outside of placement groups: 0 CPU, and in" in room.described()
-    assert "get_current_placement_group()" in room.described()
-    own = Room.of(cluster, RayOptions(resources={"placement": group}))
+    free = FreeResources.of(cluster, RayOptions())
+    assert free.only_in_groups
+    assert "asks for 1 CPU; free outside of placement groups: 0 CPU, and in" in free.described()
+    assert "get_current_placement_group()" in free.described()
+    own = FreeResources.of(cluster, RayOptions(resources={"placement": group}))
     assert not own.only_in_groups

@@ -28,11 +28,11 @@ from genlm.kit.mailbox import Mailbox
 from genlm.ray import watch
 from genlm.ray.cluster import Cluster
 from genlm.ray.fleet import Fleet
+from genlm.ray.free_resources import FreeResources
 from genlm.ray.line import Line
 from genlm.ray.log import Entry
 from genlm.ray.member import Call
 from genlm.ray.options import RayOptions
-from genlm.ray.room import Room
 from genlm.ray.watch import LEASE_PULSES
 from genlm.ray.wire import HOOKS, Description, absolute, adapter_key, ask
 
@@ -117,19 +117,19 @@ class RayEngine:
     def _await_start(self) -> Description:
         patience = self._options.start_timeout
         until = time.monotonic() + patience
-        room = Room.of(self._cluster.ray, self._options)
-        if room.only_in_groups:
-            log.warning("replica.no_room", why=room.described())
+        free = FreeResources.of(self._cluster.ray, self._options)
+        if free.only_in_groups:
+            log.warning("replica.no_room", why=free.described())
         while (left := until - time.monotonic()) > 0:
             # An interrupted load ends between two of these waits, and gives the replicas back.
             if concurrent.futures.wait([self._ready], min(left, 0.2)).done:
                 described: Description = self._ready.result()
                 return described
         ready = sum(member.ready for member in self._fleet.members)
+        free = FreeResources.of(self._cluster.ray, self._options)
         raise BackendUnavailableError(
             f"{ready} of {len(self.model)} replicas were ready after start_timeout={patience:g} "
-            f"seconds; {Room.of(self._cluster.ray, self._options).described()}; ask for less, or "
-            "wait longer"
+            f"seconds; {free.described()}; ask for less, or wait longer"
         )
 
     # --- on the fleet's thread --------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The room that a cluster has for replicas, in words."""
+"""What a cluster has free for replicas, in words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = {"num_cpus": "CPU", "num_gpus": "GPU"}
 
 
 @frozen
-class Room:
+class FreeResources:
     """What is free when replicas start.
 
     Attributes:
@@ -31,7 +31,7 @@ class Room:
     in_a_group: bool
 
     @classmethod
-    def of(cls, ray: Any, options: RayOptions) -> Room:
+    def of(cls, ray: Any, options: RayOptions) -> FreeResources:
         given = options.actor_options(0)
         asked = {kind: given[name] for name, kind in KINDS.items() if given[name]}
         there = ray.available_resources()
