@@ -70,6 +70,10 @@ def conform_vllm(options: argparse.Namespace) -> Iterator[Found]:
     yield from conform(options, "vllm")
 
 
+def conform_sgl(options: argparse.Namespace) -> Iterator[Found]:
+    yield from conform(options, "sgl")
+
+
 def sum_tries(options: argparse.Namespace) -> Iterator[Found]:
     for size in SIZES[:1] if options.quick else SIZES:
         words = trie_words(size)
@@ -172,6 +176,7 @@ STAGES = {
     "tests": Stage(check, 560),
     "conformance": Stage(conform, 560),
     "vllm": Stage(conform_vllm, 560, needs="vllm"),
+    "sgl": Stage(conform_sgl, 560, needs="sglang"),
 }
 
 

@@ -25,6 +25,9 @@ VLLM = {
 }
 LORA = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
 
+#: What SGLang is loaded with; on a CPU its adapters need memory that only CUDA pins.
+SGLANG = {"context_length": 512, "max_total_tokens": 8192}
+
 #: What builds or installs something, or looks at the site.
 NEED_AN_INDEX = (
     "tests/packaging",
@@ -65,9 +68,13 @@ def conformance(backend: str, device: str, dtype: str) -> bool:
         print("gpu: no tokenizer for conformance; run tools/smollm2.py", file=sys.stderr)
         return False
     options: dict[str, object] = {"device": device, "dtype": dtype}
-    adapters = backend != "vllm" or dtype != "float32" or device == "cpu"
+    adapters = True
     if backend == "vllm":
+        adapters = dtype != "float32" or device == "cpu"
         options = {"engine_opts": VLLM | (LORA if adapters else {}) | {"dtype": dtype}}
+    elif backend == "sgl":
+        adapters = device != "cpu"
+        options = {"engine_opts": SGLANG | {"enable_lora": adapters, "dtype": dtype}}
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(str(default_folder()), Path(folder) / "tiny")
         arguments = ["conformance", backend, "--model", model, "--dtype", dtype, "--quick"]
