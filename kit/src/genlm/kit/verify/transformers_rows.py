@@ -14,7 +14,7 @@ import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ BASES = ("rope_theta", "partial_rotary_factor")
 
 #: How many bytes of weights are held in memory; more are read from disk layer by layer.
 IN_MEMORY = 2 << 30
+
+#: The first version of accelerate that leaves all weights of a model on disk.
+OFFLOADS = "1.15"
 
 #: Where the thresholds of a scaled copy are, tokens; some engines count in blocks of as many.
 NEAR = 16
@@ -328,10 +331,10 @@ def _loaded(key: bytes) -> Any:
         "output_loading_info": True,
     }
     if source.size > IN_MEMORY:
-        if find_spec("accelerate") is None:
+        if not offloads_whole_models():
             raise CannotCompute(
                 f"{source.size / 1e9:.1f} GB of weights are read layer by layer with accelerate, "
-                "which is not installed; pip install accelerate"
+                f"from {OFFLOADS} on; pip install 'accelerate>={OFFLOADS}'"
             )
         options |= {"device_map": {"": "disk"}, "offload_folder": source.scratch}
     known = type(config) in AutoModelForCausalLM._model_mapping
@@ -347,6 +350,16 @@ def _loaded(key: bytes) -> Any:
 
         model = PeftModel.from_pretrained(model, source.adapter)
     return model.eval()
+
+
+def offloads_whole_models() -> bool:
+    """Whether an accelerate is installed that leaves all weights of a model on disk."""
+    try:
+        installed = version("accelerate")
+    except PackageNotFoundError:
+        return False
+    major, minor = installed.split(".")[:2]
+    return (int(major), int(minor)) >= tuple(map(int, OFFLOADS.split(".")))
 
 
 def load(source: Source) -> Any:
