@@ -8,7 +8,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from genlm.core import EngineError
+from genlm.core import EngineError, Query
 from genlm.hf.engine import HFEngine
 
 from .families import small_family
@@ -79,6 +79,16 @@ def test_a_hook_on_all_positions_of_a_model_in_use_keeps_the_reuse_of_state(pair
         forwards = grow(pair)
     assert "kv.reuse_stopped" not in {event["event"] for event in events}
     assert forwards[2:4] == [4, 4], "a token for each context"
+
+
+@pytest.mark.parametrize("hook", [steered, steered_at_the_end])
+def test_a_prompt_that_is_pinned_under_a_hook_is_not_used_without_it(pair: Pair, hook: Any) -> None:
+    (context,) = texts(1, 7)
+    hooks = set_on(pair, hook)
+    pair.engine.genlm_cache_prefix(Query(context))
+    for one in hooks:
+        one.remove()
+    pair.check((*context, 9))
 
 
 def test_state_from_before_a_hook_is_dropped(pair: Pair) -> None:

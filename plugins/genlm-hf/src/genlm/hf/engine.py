@@ -298,6 +298,7 @@ class HFEngine:
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
         """Raises: EngineError: there is no room beside what is pinned, or it is NaN."""
+        self._heed_hooks()
         sequence = _sequence(query)
         if self.reuse is ReuseMode.NONE or self._evaluator.is_beyond(sequence.length):
             return True  # nothing can be kept of it
