@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -178,15 +178,13 @@ class CapacityClauses:
         half, draws = max(1, room // 2), self._draws(live, max(1, room // 2))
         alone = live.run_all(draw() for draw in draws)
         live.model.clear()
-        pinned: list[TokenIds] = []
-        for i in range(live.scaled(64, 26)):
-            prompt = (contexts.plain[i % len(contexts.plain)], *contexts.long(length, i % 5)[1:])
-            try:
-                live.lm.cache_kv(prompt)
-            except Exception as error:
-                check(bool(str(error)), f"a pin was refused by {type(error).__name__}, silently")
-                break
-            pinned.append(prompt)
+        pinned = _pinned(
+            live,
+            (
+                (contexts.plain[i % len(contexts.plain)], *contexts.long(length, i % 5)[1:])
+                for i in range(live.scaled(64, 26))
+            ),
+        )
         beside = f"beside {len(pinned)} pinned prompts of {length} tokens"
         rows: list[tuple[Outcome, TokenIds, str]] = []
         scores: list[tuple[Outcome, TokenIds, TokenIds]] = []
@@ -246,14 +244,7 @@ class CapacityClauses:
         count = live.scaled(48, 24)
         many = live.contexts.many(OTHERS + count)
         prompts, others = many[:count], many[count:]
-        pinned: list[TokenIds] = []
-        for prompt in prompts:
-            try:
-                live.lm.cache_kv(prompt)
-            except Exception as error:
-                check(bool(str(error)), f"a pin was refused by {type(error).__name__}, silently")
-                break
-            pinned.append(prompt)
+        pinned = _pinned(live, prompts)
         live.gather(others)
         extended = [(*prompt, live.contexts.tokens[2])[: live.contexts.limit] for prompt in pinned]
         how = f"extending one of {len(pinned)} pinned prompts, {len(others)} other contexts later"
@@ -301,6 +292,19 @@ class CapacityClauses:
             live.lm.clear_cache()
             for context in many[:: 1 if live.effort >= 1 else 3]:
                 live.check_row((*context, contexts.tokens[turn]), how=f"extended, {how}")
+
+
+def _pinned(live: Subject, prompts: Iterable[TokenIds]) -> list[TokenIds]:
+    """Pin prompts until the engine refuses one, with a message; those that are pinned."""
+    pinned: list[TokenIds] = []
+    for prompt in prompts:
+        try:
+            live.lm.cache_kv(prompt)
+        except Exception as error:
+            check(bool(str(error)), f"a pin was refused by {type(error).__name__}, silently")
+            break
+        pinned.append(prompt)
+    return pinned
 
 
 def _scores(
