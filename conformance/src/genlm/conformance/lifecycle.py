@@ -90,8 +90,8 @@ def alive() -> Alive:
 
 @contextlib.contextmanager
 def _traced_memory() -> Iterator[Callable[[], int]]:
-    """Inside the block, a function that says how many bytes Python and NumPy have taken in it and
-    not given back; what waits for the garbage collector counts."""
+    """Inside the block, a function that returns how many bytes Python and NumPy have allocated in
+    it and not freed. Objects that the garbage collector has not freed yet are counted."""
 
     def now() -> int:
         return tracemalloc.get_traced_memory()[0]

@@ -254,7 +254,7 @@ class Batcher:
         return self._result(task.future)
 
     def _waited_for(self, future: Future[Any]) -> None:
-        """Note who waits for the requests of a call. Called with the lock."""
+        """Register a call as waiting for its requests. The caller holds the lock."""
         if (asker := ASKING.asker) is not None:
             future.add_done_callback(asker.waiting_for(self.asker))
         # Again: a signal handler may have closed the model, or another model's hook have asked.
