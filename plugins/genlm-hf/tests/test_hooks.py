@@ -91,6 +91,24 @@ def test_a_prompt_that_is_pinned_under_a_hook_is_not_used_without_it(pair: Pair,
     pair.check((*context, 9))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("hook", [steered, steered_at_the_end])
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_prompt_in_chunks_has_the_row_of_the_hooks_of_its_last_step(
+    family: str, hook: Any, comes: bool
+) -> None:
+    pair = unproven(small_family(family, 64), max_batch_tokens=8)
+    (prompt,) = texts(1, 40)
+    hooks = [] if comes else set_on(pair, hook)
+    assert not pair.step(prompt), "it has a chunk in this step"
+    if comes:
+        set_on(pair, hook)
+    for one in hooks:
+        one.remove()
+    while not pair.step():
+        pass
+
+
 def test_state_from_before_a_hook_is_dropped(pair: Pair) -> None:
     (context,) = texts(1, 7)
     pair.check(context)
