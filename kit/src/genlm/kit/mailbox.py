@@ -13,12 +13,11 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Messages to one thread from other threads, signal handlers and the garbage collector.
+    """Messages to one thread from other threads, signal handlers and the garbage collector."""
 
-    A ``queue.SimpleQueue`` would do, but before Python 3.13 its ``get(timeout=...)`` may wait for
-    ever. It tries a lock, which is often free, and then computes the time left. On a busy machine
-    that may be below zero, which it takes for no limit.
-    """
+    # A ``queue.SimpleQueue`` would do, but before Python 3.13 its ``get(timeout=...)`` may wait for
+    # ever. It tries a lock, which is often free, and then computes the time left. On a busy machine
+    # that may be below zero, which it takes for no limit.
 
     def __init__(self) -> None:
         self._messages: deque[T] = deque()

@@ -1,4 +1,4 @@
-"""Whether a model is there and whole, found out before an engine spends a minute on it."""
+"""Checks that a model exists and is complete, before an engine spends a minute on it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ HUB_PATIENCE = 5.0
 
 
 def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
-    """Refuse a model that is not there. For ``genlm_load``, before the engine is imported.
+    """Raise an error if a model does not exist or is incomplete. Call it in ``genlm_load``, before
+    the engine is imported.
 
-    A folder must hold one of ``files``, and its large files must be whole. A name that is not a
+    A folder must hold one of ``files``, and its large files must be complete. A name that is not a
     folder must be in the hub's cache or on the hub. In offline mode (``HF_HUB_OFFLINE=1``) only the
     cache is asked.
 
@@ -43,8 +44,8 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
         files: Names of files of which a folder must hold one, with ``*`` for any letters.
 
     Raises:
-        ModelNotFoundError: it names the folder and what was looked for, or the file that is not
-            whole.
+        ModelNotFoundError: it names the folder and what was looked for, or the file that is
+            incomplete.
     """
     if not (isinstance(name, str | os.PathLike) and os.fspath(name)):
         raise ModelNotFoundError(f"a model must be a folder or a hub name; got {safe_repr(name)}")
@@ -80,14 +81,15 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def require_tokenizer(folder: str | Path, another: str) -> None:
-    """For where no tokenizer could be loaded: refuse a folder that has none, or a damaged one.
+    """Raise an error if a folder has no tokenizer, or a damaged one. Call it if no tokenizer could
+    be loaded.
 
     Args:
         folder: The folder, or a hub name.
-        another: How to name another folder.
+        another: The option that names another folder; empty if there is none.
 
     Raises:
-        ModelNotFoundError: it names the files that were looked for, or one that is no JSON.
+        ModelNotFoundError: it names the files that were looked for, or the file that is not JSON.
     """
     path = Path(folder)
     for file in path.glob("tokenizer*.json"):
@@ -103,12 +105,13 @@ def require_tokenizer(folder: str | Path, another: str) -> None:
 def eos_token_ids(
     model: str, revision: str | None = None, cache_dir: str | None = None
 ) -> list[int]:
-    """The tokens that end a text by a model's ``generation_config.json``, or by its ``config.json``
-    where it has none. For an engine's attribute of that name, once the model is loaded.
+    """The tokens that end a text, by a model's ``generation_config.json``, or by its
+    ``config.json`` if it has none. An engine calls it once the model is loaded, for its attribute
+    of that name.
 
     Args:
         model: A folder, or a hub name in the cache.
-        revision, cache_dir: Of a hub name.
+        revision, cache_dir: The revision of a hub name, and the folder of the hub's cache.
     """
     for name in ("generation_config.json", "config.json"):
         if (config := _read(model, name, revision, cache_dir)) is not None:
@@ -118,7 +121,7 @@ def eos_token_ids(
 
 
 def ids_of(named: Any) -> list[int]:
-    """The token ids that a configuration names: one, several, or none."""
+    """The token ids in an entry of a configuration, which names one, several or none."""
     named = named.tolist() if hasattr(named, "tolist") else named
     several = named if isinstance(named, list | tuple) else [named]
     return [each for each in several if type(each) is int]
@@ -158,7 +161,7 @@ def require_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file of a model.
 
     Raises:
-        ModelNotFoundError: it holds no JSON object.
+        ModelNotFoundError: the file holds no JSON object.
     """
     try:
         held = json.loads(file.read_text(encoding="utf-8"))

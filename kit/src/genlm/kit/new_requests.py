@@ -18,16 +18,21 @@ MIN_TOKENS_TO_WAIT = 2
 
 
 def tokens_per_forward(device_type: str) -> int:
-    """How many tokens take as long as one more forward."""
+    """How many tokens take as long as one more forward.
+
+    Args:
+        device_type: The type of the device, as PyTorch names it: ``"cpu"``, ``"cuda"``, ...
+    """
     return 40 if device_type == "cpu" else 1024
 
 
 class Leaders(Generic[T]):
     """Decides, before each step of an engine, which new requests wait for others.
 
-    No request waits for ever, if requests that do not wait begin in the order asked, as far as
-    there is room. A request that has waited waits again in only two cases: more of its tokens are
-    known now; or it waits for the same request, which has begun or was asked before it.
+    No request waits for ever, if the engine begins the requests that do not wait in the order
+    asked, as far as it has room. A request that has waited waits again in only two cases: more of
+    its tokens are known now; or it waits for the same request as before, which has begun or was
+    asked earlier.
 
     Args:
         least_saved: Requests wait only if this saves at least so many tokens in all.
@@ -49,7 +54,8 @@ class Leaders(Generic[T]):
                 (:func:`~genlm.kit.prefixes.key_of`).
             new: The requests that the engine has not begun, in the order asked, and their keys.
             known: A function of a request and of the number of leading tokens that it shares with
-                another one: how many of these the engine would find if the request began now.
+                another one. It returns how many of these tokens the engine would find computed if
+                the request began now.
         """
         index: PrefixIndex[bytes, T] = PrefixIndex()
         for one, key in begun.items():

@@ -1,7 +1,7 @@
 """The prefix index: which known token sequence shares the longest prefix with a new one.
 
-For engines that keep key/value state by context and start every new context from the longest part
-of it that is known.
+For engines that keep the KV cache by context, and start every new context from its longest known
+prefix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def common_length(left: K, right: K) -> int:
-    """How many leading elements two keys have in common: ids of tuples, bytes of bytes."""
+    """How many leading elements two keys have in common: token ids of tuples, or bytes."""
     low, high = 0, min(len(left), len(right))
     if left[:high] == right[:high]:
         return high
@@ -37,10 +37,11 @@ WIDTH = array("I").itemsize
 
 
 def key_of(version: int, token_ids: Sequence[int]) -> bytes:
-    """A context as bytes: it extends another exactly if its key does.
+    """A context as bytes. It extends another context exactly if its key extends the other's key.
 
     Args:
-        version: Of the adapter, 0 for none: no state crosses adapters, or versions of one.
+        version: The adapter's version; 0 is the base model. Contexts of different versions share no
+            state, so their keys have no prefix in common.
         token_ids: The context.
 
     Examples:
@@ -55,12 +56,12 @@ def key_of(version: int, token_ids: Sequence[int]) -> bytes:
 
 
 def bytes_of(token_ids: Sequence[int]) -> bytes:
-    """Token ids as they stand in a key."""
+    """Token ids as the bytes of a key."""
     return array("I", token_ids).tobytes()
 
 
 def length_of(key: bytes) -> int:
-    """The number of tokens of a key."""
+    """How many tokens a key has."""
     return len(key) // WIDTH - 1
 
 
@@ -70,19 +71,19 @@ def prefix_of(key: bytes, length: int) -> bytes:
 
 
 def shared_length(left: bytes, right: bytes) -> int:
-    """How many leading tokens two keys share; 0 where versions differ."""
+    """How many leading tokens two keys share; 0 if their versions differ."""
     return tokens_in(common_length(left, right))
 
 
 def tokens_in(shared: int) -> int:
-    """How many whole tokens lie in the first ``shared`` bytes of a key."""
+    """How many whole tokens the first ``shared`` bytes of a key hold."""
     return max(shared // WIDTH - 1, 0)
 
 
 def nearest_of(keys: Sequence[K], key: K) -> tuple[int, int]:
-    """The index of the sorted key that shares the longest prefix with a key, and the length of that
-    prefix; ``(0, 0)`` if no key shares anything. The nearest key is a neighbour of the place at
-    which the key would be inserted."""
+    """The index of the sorted key that shares the longest prefix with ``key``, and the length of
+    that prefix; ``(0, 0)`` if no key shares anything. It is a neighbour of the place where ``key``
+    would be inserted."""
     at = bisect_left(keys, key)
     best = longest = 0
     for neighbour in range(max(at - 1, 0), min(at + 1, len(keys))):
@@ -92,11 +93,11 @@ def nearest_of(keys: Sequence[K], key: K) -> tuple[int, int]:
 
 
 class PrefixIndex(Generic[K, T]):
-    """Values by key, found by prefix, with the order in which they were last used.
+    """Values by key, found by prefix, in the order in which they were last used.
 
-    Keys are kept in a sorted list: the key that shares the longest prefix with a new one is a
-    neighbour of the place where the new one would stand. So a lookup compares ``O(log n)`` keys,
-    and two bisections replace a tree.
+    Keys are kept in a sorted list. The key that shares the longest prefix with a new key is a
+    neighbour of the place where the new key would be inserted. So a lookup compares ``O(log n)``
+    keys, and needs no tree.
 
     Examples:
         >>> index: PrefixIndex[tuple[int, ...], str] = PrefixIndex()
@@ -129,7 +130,7 @@ class PrefixIndex(Generic[K, T]):
         return self._values[key]
 
     def get(self, key: K) -> T | None:
-        """The value of exactly this key."""
+        """The value of exactly this key; ``None`` if there is none."""
         return self._values.get(key)
 
     def values(self) -> Iterator[T]:
@@ -137,7 +138,7 @@ class PrefixIndex(Generic[K, T]):
         return iter(self._values.values())
 
     def add(self, key: K, value: T) -> None:
-        """Store ``value`` under ``key``, in place of what was there, as the most recently used."""
+        """Store ``value`` under ``key`` as the most recently used. It replaces an earlier value."""
         if key in self._values:
             del self._values[key]
         else:
@@ -168,7 +169,7 @@ class PrefixIndex(Generic[K, T]):
         self._values.clear()
 
     def longest_prefix(self, key: K) -> K | None:
-        """The longest stored key with which ``key`` begins."""
+        """The longest stored key that is a prefix of ``key``; ``None`` if there is none."""
         if key in self._values:  # by far the most often
             return key
         while key:
@@ -184,6 +185,6 @@ class PrefixIndex(Generic[K, T]):
         return None
 
     def nearest(self, key: K) -> tuple[K | None, int]:
-        """A stored key that shares the longest prefix with ``key``, and that prefix's length."""
+        """The stored key that shares the longest prefix with ``key``, and that prefix's length."""
         at, shared = nearest_of(self._sorted, key)
         return (self._sorted[at] if shared else None), shared

@@ -1,4 +1,4 @@
-"""The random generators of the whole process, which are the program's own."""
+"""The random generators of the whole process, which belong to the program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 @contextlib.contextmanager
 def left_alone() -> Iterator[None]:
     """Restore the states of Python's and NumPy's generators afterwards, because an engine may seed
-    them when it loads. PyTorch's generator is not restored: the engine draws from it."""
+    them while it loads. PyTorch's generator is not restored, because the engine draws from it."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         yield

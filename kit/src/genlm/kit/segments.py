@@ -1,9 +1,9 @@
 """The tree of segments, in which state that several contexts share is stored once.
 
-For engines that keep key/value state of contexts. A context is a path of trunks and a slot. A trunk
-is never written again, and any number of contexts may share it. A slot is the tail of one context,
-and is written in place as the context grows. The engine decides what the state is and where it is
-stored.
+For engines that keep the KV cache themselves. A context is a path of shared prefixes
+(:class:`Trunk`) and a :class:`Slot`. A shared prefix is never written again, and any number of
+contexts may read it. A slot is the tail of one context, and is written in place as the context
+grows. The engine decides what the state is and where it is stored.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Segment:
         context: The context to the end of this segment.
         version: The version of the adapter; 0 is the base model.
         start: The first position that is stored here.
-        parent: The trunk that holds the positions before ``start``. It may be longer: then only
-            its first ``start`` positions belong to this context.
+        parent: The shared prefix that holds the positions before ``start``. If it is longer, only
+            its positions before ``start`` belong to this context.
         pinned: Whether the segment stays until the state is cleared.
         stop: The length of the context.
         name: The version of the adapter, and the hash of the context.
-        known_key: The key of the leading tokens for which a key has been made.
-        children: The segments whose parent this is; only trunks have children.
+        known_key: The key of those leading tokens for which a key has been made.
+        children: The segments whose parent this is; only shared prefixes have children.
 
     Examples:
         >>> from genlm.core.context import Context
@@ -64,8 +64,8 @@ class Segment:
 
     @property
     def key(self) -> bytes:
-        """The context, see :func:`~genlm.kit.prefixes.key_of`. What has been added to it since the
-        key was last asked for is added to the key."""
+        """The context as bytes (:func:`~genlm.kit.prefixes.key_of`). Tokens added after the
+        key was last asked for are appended to it."""
         known = length_of(self.known_key)
         if known < self.stop:
             self.known_key += bytes_of(self.context.since(known))
@@ -77,20 +77,21 @@ class Segment:
         return self.stop - self.start
 
     def begins_like(self, known_key: bytes, length: int) -> None:
-        """Note the key of a context with which this one has the first tokens in common."""
+        """Take over the key of a context with which this one has ``length`` first tokens in
+        common."""
         self.known_key = prefix_of(known_key, min(length, self.stop))
 
     def path(self) -> Iterator[tuple[Trunk, int]]:
-        """The trunks below this segment, the nearest first, each with how many of its positions
-        belong to this context."""
+        """The shared prefixes below this segment, the nearest first, each with how many of its
+        positions belong to this context."""
         above: Segment = self
         while above.parent is not None:
             yield above.parent, above.start - above.parent.start
             above = above.parent
 
     def parts(self, stop: int) -> list[tuple[Segment, int]]:
-        """What holds the first ``stop`` positions of the context: segments in order, each with how
-        many of its own first positions belong to it."""
+        """The segments that hold the first ``stop`` positions of the context, in order, each with
+        how many of its own first positions belong to them."""
         above = [(self, stop - self.start), *self.path()]
         return [
             (segment, min(size, stop - segment.start))
@@ -99,15 +100,15 @@ class Segment:
         ]
 
     def stand_on(self, parent: Trunk | None, start: int) -> None:
-        """Take a place in the tree, or move to another one."""
+        """Enter the tree above ``parent``, at position ``start``, or move there."""
         self.leave()
         self.parent, self.start = parent, start
         if parent is not None:
             parent.children.add(self)
 
     def leave(self) -> None:
-        """Leave the tree. (Parents and children refer to each other: memory is free at once only
-        if they let go.)"""
+        """Leave the tree. Parents and children refer to each other, so without this call, memory
+        would only be freed by the garbage collector."""
         if self.parent is not None:
             self.parent.children.discard(self)
             self.parent = None
@@ -115,7 +116,7 @@ class Segment:
 
 @define(eq=False)
 class Trunk(Segment):
-    """State that is never written again.
+    """A shared prefix: state that is never written again.
 
     Attributes:
         layers: The state of each layer, as the engine has it.
@@ -129,7 +130,7 @@ class Slot(Segment):
     """State in a slot of the engine's table: column ``c`` holds position ``start + c``.
 
     Attributes:
-        index: Which slot of the table. It changes when the table is resized.
+        index: The number of the slot in the table. It changes when the table is resized.
     """
 
     index: int = -1

@@ -1,10 +1,11 @@
-"""LoRA adapter folders in PEFT's format: what they hold, read before an engine sees them.
+"""Reads LoRA adapter folders in PEFT's format, before an engine sees them.
 
-Nothing in a folder is run: the configuration is JSON, of which known fields are read, and the
-header of a safetensors file gives the names, shapes and types of the tensors. They are loaded last,
-one by one, to see that they are finite.
-What the file holds says which modules are adapted. Expressions of the configuration say whether it
-lacks some: they are compared with names for a limited time.
+Nothing in a folder is run. Known fields of the configuration are read as JSON. The header of the
+safetensors file gives the names, shapes and types of the tensors. The tensors are loaded last, one
+by one, to check that they are finite.
+
+The tensors say which modules are adapted. Patterns in the configuration are only used to find
+modules that the file lacks, and are matched for a limited time.
 
 An engine calls :func:`read_adapter`, then :meth:`AdapterFolder.require` with the features that it
 applies, :meth:`AdapterFolder.require_modules` with :func:`module_shapes` of its model, and

@@ -1,4 +1,4 @@
-"""The commands: what a table of key/value state is asked to move."""
+"""The commands that the planner gives to a table of keys and values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from genlm.kit.segments import Segment, Slot, Trunk
 class Resize:
     """Change the size of the table.
 
-    Reads and writes every slot. If this fails, slots may be incomplete: then all are lost.
+    This reads and writes every slot. If it fails, slots may be incomplete, and the planner drops
+    all of them.
 
     Attributes:
         slots: The new number of slots.
         columns: The new number of columns of each slot.
-        kept: The slots that stay. Number ``kept[i]`` becomes number ``i``; its columns are kept up
-            to the new size. All other numbers must be finite, for example zero, because masked
-            columns take part in products.
+        kept: The slots that stay. Slot ``kept[i]`` becomes slot ``i``; its columns are kept up to
+            the new size. All other values of the table must be finite, for example zero, because
+            masked columns take part in matrix products.
     """
 
     slots: int
@@ -30,20 +31,20 @@ class Resize:
 
 @frozen
 class NewTrunk:
-    """Allocate memory for all positions of a trunk, and store it as ``trunk.layers``."""
+    """Allocate memory for all positions of a shared prefix, and store it as ``trunk.layers``."""
 
     trunk: Trunk
 
 
 @frozen
 class Copy:
-    """Copy the first positions of a segment to the front of one trunk, or those of a trunk to the
-    front of slots.
+    """Copy the first positions of a segment to the front of a new shared prefix, or those of a
+    shared prefix to the front of slots.
 
     Attributes:
-        source: What is read.
-        targets: What is written.
-        size: The most positions that one of them needs.
+        source: The segment to read.
+        targets: The segments to write.
+        size: The most positions that a target needs.
     """
 
     source: Segment
@@ -58,7 +59,7 @@ class Fork:
     Attributes:
         sources: The slots to read; none of them is a target.
         targets: The slots to write.
-        columns: The most columns that one of them needs.
+        columns: The most columns that a target needs.
     """
 
     sources: tuple[Slot, ...]
@@ -68,12 +69,13 @@ class Fork:
 
 @frozen
 class Shift:
-    """Move the columns of slots from ``by`` on to their front. If this fails, the slots are lost.
+    """Move the columns of slots, from column ``by`` on, to the front. If this fails, the slots are
+    lost.
 
     Attributes:
         slots: The slots.
         by: The first column to move.
-        columns: The most columns that one of them then needs.
+        columns: The most columns that a slot then needs.
     """
 
     slots: tuple[Slot, ...]
@@ -83,8 +85,8 @@ class Shift:
 
 @frozen
 class Join:
-    """Put the first ``size`` positions of the trunk below in front of those of ``trunk``. If this
-    fails, ``trunk`` must be unchanged."""
+    """Put the first ``size`` positions of the shared prefix ``below`` in front of those of
+    ``trunk``. If this fails, ``trunk`` must be unchanged."""
 
     trunk: Trunk
     below: Trunk
@@ -93,7 +95,7 @@ class Join:
 
 @frozen
 class Blank:
-    """Make a slot zero from a column on."""
+    """Set a slot to zero, from column ``first`` on."""
 
     slot: Slot
     first: int
@@ -103,19 +105,19 @@ Command = Resize | NewTrunk | Copy | Fork | Shift | Join | Blank
 
 
 class Table(Protocol):
-    """The engine's part: slots of equal length, and trunks."""
+    """What an engine implements: slots of equal length, and shared prefixes."""
 
     def do(self, command: Command) -> None:
         """Carry out a command.
 
         Raises:
-            Exception: it was not carried out; the planner's caller gets the error.
+            Exception: the command was not carried out. The planner's caller gets the error.
         """
 
     def limit(self, used: int) -> int:
-        """The most positions that slots and trunks may take together.
+        """The most positions that slots and shared prefixes may take together.
 
         Args:
-            used: What the current batch and pinned contexts take. If there are longer slots, this
-                may be up to twice what they need, because all slots have the same length.
+            used: How many positions the current batch and pinned contexts take. All slots have the
+                same length, so beside longer slots this may be up to twice what they need.
         """

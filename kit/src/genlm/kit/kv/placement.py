@@ -16,22 +16,22 @@ class Placement(Generic[A]):
     """Where a sequence runs.
 
     Attributes:
-        index: The number of the sequence among those asked.
+        index: The index of the sequence in the list that the planner was given.
         sequence: The sequence.
         found: The segment that the sequence starts from.
         shared: How many leading tokens the sequence has in common with ``found``.
         start: The first position to compute; the state of all positions before it is kept already.
         slot: The slot that the sequence ends in; ``None`` if it ends in ``trunk``.
-        trunk: A trunk that is computed for this sequence, before the slot.
+        trunk: A new shared prefix that is computed for this sequence, before the slot.
         continued: Whether the slot already held a prefix of this sequence.
         kept: Whether the sequence's state is new and will be kept; otherwise its whole context is
             kept already.
-        parent: The segment that the sequence's first new segment stands on.
+        parent: The shared prefix below the sequence's first new segment.
         base: The first position of the first new segment, or of the slot that is continued.
         source: The segment from which positions ``base`` to ``start`` are copied.
-        cut: The end of the new trunk; ``base`` if there is none.
-        inside: Placements of sequences that are prefixes of this one, and whose wanted positions
-            are all computed for it. Their rows are read from this sequence's forward.
+        cut: The end of the new shared prefix; ``base`` if there is none.
+        inside: The placements of sequences that are prefixes of this one. All their wanted
+            positions are computed for this sequence, so their rows are read from its forward.
     """
 
     slot: Slot | None = None
@@ -59,12 +59,12 @@ class Placement(Generic[A]):
 
     @property
     def needs_slot(self) -> bool:
-        """Whether it takes a new slot."""
+        """Whether the sequence takes a new slot."""
         return not self.continued and self.cut < self.sequence.length
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens are computed for it."""
+        """How many tokens are computed for the sequence."""
         return self.sequence.length - self.start
 
     @property
@@ -74,13 +74,13 @@ class Placement(Generic[A]):
         return [segment for segment in (self.trunk, self.slot) if segment is not None]
 
     def computes(self, other: Placement[A]) -> bool:
-        """Whether this sequence computes all wanted positions of another one, which is a prefix of
-        it."""
+        """Whether the forward of this sequence computes all wanted positions of another sequence,
+        which is a prefix of this one."""
         return self.start <= other.sequence.latest_start
 
     def indices(self) -> list[int]:
-        """The indices of the sequences that get rows from this forward: this one and those inside
-        it."""
+        """The indices of the sequences whose rows this forward gives: this sequence and those
+        inside it."""
         return [placement.index for placement in (self, *self.inside)]
 
     def rows(self) -> list[tuple[int, int]]:
@@ -92,15 +92,15 @@ class Placement(Generic[A]):
         ]
 
     def below(self) -> Segment | None:
-        """The segment that holds the position before the first one to compute."""
+        """The segment that holds the last position before ``start``; ``None`` if there is none."""
         below = self.found
         while below is not None and self.start <= below.start:
             below = below.parent
         return below
 
     def segments(self, start: int, stop: int) -> list[tuple[Slot | Trunk, int, int]]:
-        """The segments that store positions ``start`` to ``stop`` (exclusive), each with the start
-        and the stop of its positions."""
+        """The segments that store positions ``start`` to ``stop`` (exclusive), each with its own
+        part of these positions: its start, and its stop."""
         slot, trunk = self.slot, self.trunk
         found: list[tuple[Slot | Trunk, int, int]] = []
         if trunk is not None and start < (below := min(stop, trunk.stop)):

@@ -25,8 +25,8 @@ Weighed = tuple[SharingCosts, Counter[Trunk]]
 
 
 class Planner(Generic[A]):
-    """Keeps the state of contexts as a tree of segments, within a budget. The least recently used
-    state is dropped first.
+    """Keeps the state of contexts in a tree of segments, within a budget. The least recently used
+    state is evicted first.
 
     The planner decides where each sequence starts, in which segments it runs, which sequences of a
     batch wait for another one, and what is copied, shared, pinned and evicted. The engine decides
@@ -35,16 +35,17 @@ class Planner(Generic[A]):
 
     A sequence starts from the kept context that shares the longest prefix with it. If it extends
     that context, or ends within its slot, it runs in the same slot, and nothing is copied.
-    Otherwise it is a fork: a long shared prefix is (or becomes) a trunk, a short one is copied to a
-    new slot. A slot's state is valid up to its key. Positions beyond the key are never read, so a
-    failed batch leaves the tree correct.
+    Otherwise it is a fork: a long common prefix is stored once, as a shared prefix (a
+    :class:`~genlm.kit.segments.Trunk`), and a short one is copied to a new slot. A slot's state is
+    valid up to its key. Positions beyond the key are never read, so a failed batch leaves the tree
+    correct.
 
-    If a sequence of a batch is a prefix of another one, it is *inside* the longer one, whose
-    forward gives its rows too.
+    If a sequence of a batch is a prefix of another one, it is *inside* the longer one: its rows
+    come from the longer one's forward.
 
-    An engine asks for :meth:`batches`, computes each batch, returns the rows that its placements
-    name (:meth:`~genlm.kit.kv.placement.Placement.rows`), and commits the sequences that it has
-    computed. State that is not committed is given up.
+    For each of the :meth:`batches`, the engine computes the batch, answers with the rows that the
+    placements name (:meth:`~genlm.kit.kv.placement.Placement.rows`), and commits the sequences that
+    it has computed. State that is not committed is given up.
 
     Args:
         table: Carries out commands.
@@ -79,8 +80,8 @@ class Planner(Generic[A]):
         return min(self.tree.start_of(sequence)[1], sequence.latest_start)
 
     def batch_cost(self) -> BatchCost[Any]:
-        """An upper bound for the cost of adding sequences to a batch. It does not count what
-        several new sequences would save together."""
+        """The most that further sequences would cost in a batch. What several new sequences would
+        save together is not counted."""
         return BatchCost(self._costs.waiting, nests=True)
 
     # --- batches ----------------------------------------------------------------------------------
@@ -156,7 +157,8 @@ class Planner(Generic[A]):
         """Keep the state of these sequences of the batch. The others are given up.
 
         Raises:
-            Exception: the table's, while trunks are joined; they are committed all the same.
+            Exception: an error of the table, while shared prefixes were merged. The sequences are
+                committed nevertheless.
         """
         wanted = set(computed)
         self._give_up([placement for placement in self._running if placement not in wanted])

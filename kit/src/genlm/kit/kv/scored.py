@@ -1,4 +1,4 @@
-"""The rows that scores of continuations are read from."""
+"""The rows from which scores of continuations are read."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Given = list[list[int]]
 def scored_sequences(
     queries: Sequence[Query], continuations: Sequence[Sequence[int]]
 ) -> list[TokenSequence]:
-    """For each score, its context and all but the last token of its continuation; rows are wanted
-    for the positions of the continuation."""
+    """A sequence for each score: its context, and all but the last token of its continuation. Its
+    last rows are wanted, one for each token of the continuation."""
     contexts = {query: TokenSequence(query.context, query.adapter) for query in {*queries}}
     sequences: list[TokenSequence] = []
     for query, continuation in zip(queries, continuations, strict=True):
@@ -36,12 +36,13 @@ class ScoredRows:
     """The rows to compute for scores, and the scores that each row gives. Continuations with a
     common prefix, such as a list of candidates, have rows in common, which are computed once.
 
-    Scores are numbered through: first those of the first continuation, then those of the second.
+    The scores of all continuations have one numbering: those of the first come first, then those of
+    the second, and so on.
 
     Args:
         sequences: The sequences of :func:`scored_sequences`.
         continuations: The continuation of each sequence.
-        cut: Cuts a sequence whose rows must not come from one forward.
+        cut: Cuts a sequence into parts if its rows must not come from one forward.
 
     Attributes:
         pieces: The sequences to compute, each without the rows that it shares with an earlier one.
@@ -80,7 +81,8 @@ class ScoredRows:
             self._given.append([*islice(left, piece.keep)])
 
     def read(self, owners: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-        """What to read from the next rows: for each score its row, its token, and its number.
+        """What to read from the next rows: three lists with the row, the token and the number of
+        each score.
 
         Args:
             owners: The index of the piece that each row belongs to. Rows of one piece come in

@@ -19,10 +19,11 @@ class TokenSequence:
         keep: How many of the last positions need logits.
         version: The adapter's version; 0 is the base model.
         length: The number of tokens.
-        latest_start: The first position that must be computed even if its key/value state is known.
-        known_key: The key, once it has been asked for; else empty.
-        looked_up: What a planner has found for it and what it shares with that, after the state of
-            the tree in which it did.
+        latest_start: The first position that must be computed even if its keys and values are
+            known, because its row is wanted.
+        known_key: The key, if it has been asked for; otherwise empty.
+        looked_up: The last lookup: the version of the tree, the segment that was found, and how
+            many leading tokens it shares with the sequence.
     """
 
     __slots__ = (
@@ -42,11 +43,11 @@ class TokenSequence:
 
     @property
     def key(self) -> bytes:
-        """See :func:`~genlm.kit.prefixes.key_of`; made when it is first asked for."""
+        """The sequence as bytes (:func:`~genlm.kit.prefixes.key_of`), made when first asked for."""
         if not self.known_key:
             self.known_key = key_of(self.version, self.tokens.since(0))
         return self.known_key
 
     def continue_key(self, key: bytes, length: int) -> None:
-        """Make the key from that of the first ``length`` tokens."""
+        """Make the key from the key of the first ``length`` tokens."""
         self.known_key = key + bytes_of(self.tokens.since(length))

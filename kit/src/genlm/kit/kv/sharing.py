@@ -21,31 +21,33 @@ class SharingCosts:
     """The numbers for decisions on sharing, in positions unless noted.
 
     Attributes:
-        step: The granularity of allotted columns.
-        waiting: Sequences wait for another sequence of the batch if its state saves them at least
-            this many tokens in all: as many as take as long as one more forward.
-        sharing: The state that forks share becomes a trunk if this saves copies of at least this
-            many positions in all; otherwise it is copied. A trunk costs one more product in every
-            layer of every forward, which takes as long as attention over this many positions in
-            slots.
-        product: The fewest leading positions of a trunk that one more context shares.
-        trunk: The prefix that forks share becomes a trunk if it has at least this many positions.
-            So does every slot of at least this many that is much longer than the others, because
-            all slots are as long as the longest; and every such slot once half of the budget is
-            used, if that saves room.
-        waste: How many times the room of its positions the table may take. Beyond that, the longest
-            slots become trunks.
-        spare: How many positions more each slot may take.
-        collecting: The common prefix of slots becomes a trunk, to save memory, if it has at least
-            this many positions.
-        outliers: How many slots shorter than ``trunk`` may become trunks because they are longer
-            than the others.
-        path: How many trunks a context usually has at most.
-        plenty: While less than half of the budget is used, state becomes a trunk only if this saves
-            at least this many positions. It is for devices on which a trunk takes longer to launch
-            than so many positions take to compute.
+        step: The number of columns of a slot is a multiple of this.
+        waiting: Sequences wait for another sequence of the batch if that saves them at least this
+            many tokens in all. One more forward takes as long as this many tokens.
+        sharing: The common prefix of forks becomes a shared prefix if this saves copies of at least
+            this many positions in all; otherwise it is copied. A shared prefix costs one more
+            matrix product in every layer of every forward, which takes as long as attention over
+            this many positions in slots.
+        product: A context reads an existing shared prefix in place if it has at least this many of
+            its positions; otherwise it copies them.
+        trunk: The common prefix of forks becomes a shared prefix if it has at least this many
+            positions. So does every slot of at least this many positions if it is much longer than
+            the others, because all slots are as long as the longest; and every such slot once half
+            of the budget is used, if that saves memory.
+        waste: How many times the memory of its positions the table may take. Beyond that, the
+            longest slots become shared prefixes.
+        spare: How many more positions each slot may take.
+        collecting: To save memory, the common prefix of slots becomes a shared prefix if it has at
+            least this many positions.
+        outliers: How many slots shorter than ``trunk`` may become shared prefixes because they are
+            longer than the others.
+        path: How many shared prefixes a context usually has at most.
+        plenty: While less than half of the budget is used, state becomes a shared prefix only if
+            this saves at least this many positions. For devices on which launching the kernels of a
+            shared prefix takes as long as computing this many positions.
         each: A sequence waits only if another one computes at least this many of its tokens, so
-            that sequences which grow by few tokens are not compared. Scores wait for two.
+            sequences that grow by few tokens are not compared. If there are scores in the batch,
+            two tokens are enough.
     """
 
     step: int = 32
@@ -66,17 +68,18 @@ class SharingCosts:
         return -(-length // self.step) * self.step
 
     def shared(self, size: int, saved: int) -> bool:
-        """Whether ``size`` positions of a slot become a trunk, if this saves copies of ``saved``
-        positions."""
+        """Whether ``size`` positions of a slot become a shared prefix, which saves copies of
+        ``saved`` positions."""
         return (saved >= self.sharing or size >= self.trunk) and saved >= self.plenty
 
     def a_product(self, trunk: Trunk, start: int, saved: int) -> bool:
-        """Whether a context that leaves a trunk at ``start`` should stand on it.
+        """Whether a context that leaves a shared prefix at ``start`` reads it in place. Otherwise
+        its positions are copied.
 
         Args:
-            trunk: The trunk.
-            start: The position of the trunk at which the context leaves it.
-            saved: How many positions are not copied if all contexts of the batch stand on it.
+            trunk: The shared prefix.
+            start: The position at which the context leaves it.
+            saved: How many positions all contexts of the batch together would not copy.
         """
         with_others = start == trunk.stop and len(trunk.children) > 0
         return with_others or (start - trunk.start >= self.product and saved >= self.plenty)
@@ -85,16 +88,16 @@ class SharingCosts:
         """Whether slots as long as the longest are much longer than their contents.
 
         Args:
-            longest: The size of the longest.
-            count: How many slots there are.
-            total: The sum of their sizes.
+            longest: The number of positions in the longest slot.
+            count: The number of slots.
+            total: The number of positions in all slots.
         """
         most = self.waste * total + self.step * count + self.plenty
         return longest > 2 * self.step and self.columns(longest) * count > most
 
     def saves_room(self, sizes: Sequence[int], columns: int) -> bool:
-        """Whether the table takes less room if each long slot becomes a trunk and a slot as long as
-        the other slots. If all slots are long, it does.
+        """Whether the table takes less memory if each long slot becomes a shared prefix with a slot
+        as long as the other slots. If all slots are long, it does.
 
         Args:
             sizes: The number of positions in each slot.
@@ -105,11 +108,16 @@ class SharingCosts:
         return not rest or long + len(sizes) * self.columns(rest) < len(sizes) * columns
 
     def long(self, tails: Iterable[tuple[int, T]]) -> list[T]:
-        """The owners of slots that are long enough for a trunk, from their sizes and owners."""
+        """The owners of the slots that are long enough for a shared prefix.
+
+        Args:
+            tails: The size of each slot, and its owner.
+        """
         return [owner for size, owner in tails if size >= self.trunk]
 
     def outliers_of(self, tails: Iterable[tuple[int, T]]) -> list[T]:
-        """The long slots, or a few others, that make all slots much longer than their contents.
+        """The owners of the long slots, or of a few others, that make all slots much longer than
+        their contents.
 
         Args:
             tails: The size of each slot, and its owner.
