@@ -1,4 +1,4 @@
-"""What a backend makes of each kind of adapter: right, apart or refused.
+"""What a backend makes of each kind of adapter: right, apart or rejected.
 
 Needs PEFT and transformers, whose rows are the right ones.
 """
@@ -86,7 +86,7 @@ def _without(model: str) -> tuple[str, dict[str | None, list[torch.Tensor]]]:
 
 def outcome(lm: AsyncLM, case: Case, atol: float, forwards: Sequence[int] = ()) -> str:
     """What a backend makes of a kind: ``"right"``, ``"apart"`` (right, in batches of its own) or
-    ``"refused"``.
+    ``"rejected"``.
 
     It is mixed in one batch with the base model and another adapter, before, during and after.
 
@@ -122,7 +122,7 @@ def outcome(lm: AsyncLM, case: Case, atol: float, forwards: Sequence[int] = ()) 
             lm.add_new_lora(str(case.paths["this"]), "this")
         except InvalidAdapterError as error:
             check("adapter" in str(error), f"{case.kind.name}: {error}")
-            found = "refused"
+            found = "rejected"
         else:
             try:
                 before = len(forwards)

@@ -27,7 +27,7 @@ import griffe
 
 from tools import families
 from tools.figures import TABLES, Figures
-from tools.options import TAKEN_BY, options_of
+from tools.options import NO_OPTIONS, TAKEN_BY, options_of
 from tools.sources import ROOT, found
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -183,6 +183,10 @@ def _text(thing: Any) -> list[str]:
                 prose = _prose(value.contents)
                 apart = "\n\n" if prose.startswith("- ") else " "  # a list needs lines of its own
                 lines += [f"**{section.title}:**{apart}{prose}", ""]
+            case "parameters" if thing.path in TAKEN_BY.values():
+                own = [item for item in value if item.name in NO_OPTIONS]
+                others = "- The others are [options](options.md)."
+                lines += ["Arguments:", "", *map(_item, own), others, ""]
             case kind:
                 title = {"parameters": "Arguments"}.get(kind, kind.capitalize())
                 lines += [f"{title}:", "", *map(_item, value), ""]

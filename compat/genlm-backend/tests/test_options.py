@@ -1,4 +1,4 @@
-"""Every parameter that 0.3.1 takes is taken by the same name at the same place, or refused."""
+"""Every parameter that 0.3.1 takes is taken by the same name at the same place, or rejected."""
 
 from __future__ import annotations
 

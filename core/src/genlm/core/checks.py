@@ -18,7 +18,7 @@ LONGEST_REPR = 200
 def safe_repr(value: object) -> str:
     """``repr(value)`` for a message: never an exception, and never pages of text.
 
-    Python itself refuses to write an integer of more than 4,300 digits, and the ``repr`` of a
+    Python itself writes no integer of more than 4,300 digits, and the ``repr`` of a
     user's own class may raise.
     """
     if type(value) is int and value.bit_length() > 8 * LONGEST_REPR:

@@ -331,7 +331,7 @@ def _listed(what: str, token_ids: Any) -> Any:
 
 
 def _refuse_unreadable(what: str, token_ids: Any) -> None:
-    """Refuse what has no order, or is not a list of token ids."""
+    """Reject what has no order, or is not a list of token ids."""
     if isinstance(token_ids, str | bytes | bytearray):
         raise InvalidQueryError(
             f"the {what} is text ({token_ids!r:.40}); give token ids, as lm.tokenizer.encode(text) "

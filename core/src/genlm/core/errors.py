@@ -11,7 +11,7 @@ class GenlmError(Exception):
 
 
 class InvalidInputError(GenlmError, ValueError):
-    """Bad input. It was refused before the engine saw it."""
+    """Bad input. It was rejected before the engine saw it."""
 
 
 class InvalidQueryError(InvalidInputError):
@@ -77,7 +77,7 @@ class EngineError(GenlmError, RuntimeError):
 
 class EngineDeadError(GenlmError, RuntimeError):
     """The engine can no longer answer. An engine raises it from a hook; from then on the core
-    refuses every request."""
+    rejects every request."""
 
 
 class ModelClosedError(GenlmError, RuntimeError):

@@ -198,9 +198,9 @@ def blocks(method: Callable[P, None]) -> Callable[P, None]:
 
 
 def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a method refuse arguments that it does not take, and the lack of those that it needs,
+    """Make a method reject arguments that it does not take, and the lack of those that it needs,
     with :class:`InvalidOptionError`, where Python has a bare ``TypeError``. A coroutine's are
-    refused when it is called. ``**options`` are those of drawing."""
+    rejected when it is called. ``**options`` are those of drawing."""
     name = function.__name__
     parameters = [*inspect.signature(function).parameters.values()][1:]  # without self
     most = 1 + sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)

@@ -33,7 +33,7 @@ may be in flight together are admitted in the order asked, up to ``batch_size`` 
 that may not, take turns: as soon as one of another sort waits, no more are admitted, and its turn
 comes when nothing is in flight. For an engine with ``genlm_step``, everything that its steps take
 may be in flight together; a cold query is alone. An engine without it is called for one kind at a
-time. Calls that are not requests (adapters, key/value state) wait for everything asked before them,
+time. Calls that are not requests (adapters, pinned prefixes) wait for everything asked before them,
 and everything asked after them waits for them.
 
 *Trust.* Queries have been checked (see :class:`~genlm.core.types.Query`): an engine validates
@@ -48,15 +48,15 @@ until only the query that causes it fails, so an engine must still work after it
 suite counts it as a fault where requests fail only together, unless memory ran out.) The error
 keeps its lines but not the local variables of the engine's calls, which hold what it was computing;
 with the option ``check=True`` it keeps them. An engine that cannot continue raises
-:class:`~genlm.core.errors.EngineDeadError`: everything pending fails and the model refuses further
+:class:`~genlm.core.errors.EngineDeadError`: everything pending fails and the model rejects further
 work.
 
 *Adapters.* :class:`~genlm.core.types.Adapter` values are never reused: binding a name again gives a
-new ``version``. Keep weights and key/value state by ``adapter.version``, and no adapter can be
+new ``version``. Keep weights and state by ``adapter.version``, and no adapter can be
 mistaken for another.
 
 *Marks.* pluggy calls the hooks, and its marks mean what its documentation says. A hook with
-``firstresult`` has one implementation, the engine's. ``wrapper=True`` is refused: nothing may go
+``firstresult`` has one implementation, the engine's. ``wrapper=True`` is rejected: nothing may go
 around a call of the engine.
 
 *Wrappers.* A wrapper is an object with hooks of its own beside the engine's. The option
@@ -127,10 +127,10 @@ def genlm_load(
     Args:
         model: A local path or a hub name, as the user gave it.
         options: The user's options, without those of the core (``batch_size``, ``timeout``,
-            ``cache_size``, ...). Refuse unknown names with
+            ``cache_size``, ...). Reject unknown names with
             :func:`~genlm.core.options.refuse_unknown`.
         verify: Whether to compare rows with those of the library that the model's folder is made
-            for, and to refuse a model whose rows differ; a function gets the report instead.
+            for, and to reject a model whose rows differ; a function gets the report instead.
             ``None`` is the plugin's own choice. Naming the argument says that the plugin verifies:
             :func:`genlm.kit.verify.loading.load_verified` does it.
 
@@ -186,17 +186,18 @@ def genlm_step(
             from this process, so that only results travel: apply
             :func:`~genlm.core.together.results_of` where the rows are, once a step for all that
             have the same function. Rows are as wide as the tokenizer's vocabulary there, ``-inf``
-            where the model lacks a token. None may be declined. The answer's exception is what the
-            function raised, as it is; it may concern no other request. An engine that does not name
-            ``reductions`` is asked for rows, and the core applies the functions to them.
+            where the model lacks a token. The engine must answer all of them. If a function raises,
+            the answer is its exception, unchanged; the exception of one request must not reach
+            another. An engine that does not name ``reductions`` is asked for rows, and the core
+            applies the functions to them.
         dropped: Requests in flight, of any kind, whose callers have all gone. Drop them now and
             never answer them; an answer in this same step is ignored. An equal query may be new in
             a later step. An engine that does not name ``dropped`` computes them to the end.
-        width: How many ids the tokenizer has, the same in every step. Draws are of these, and
-            scores are normalised over them; others are declined. Where ``vocab_size`` exceeds it
-            (padded embeddings), rows may be ``[width]``, normalised over these ids: the core then
-            has nothing to drop. An engine that does not name ``width`` is asked for no scores and
-            no reductions there.
+        width: How many ids the tokenizer has, the same in every step. Draws must be of these ids,
+            and scores normalised over them; an engine that cannot do so answers with ``None``. If
+            ``vocab_size`` exceeds ``width`` (padded embeddings), rows may be ``[width]``,
+            normalised over these ids: the core then has nothing to drop. An engine with padded
+            embeddings that does not name ``width`` is asked for no scores and no reductions.
 
     Returns:
         The answers to the requests that are finished, one for each, in any order. Each
@@ -384,8 +385,7 @@ def genlm_sequence_logprobs(
 
 @hookspec(firstresult=True)
 def genlm_cache_prefix(query: Query) -> bool | None:
-    """Compute and pin the key/value state of ``query`` so that contexts which extend it start from
-    there.
+    """Compute and pin the KV cache of ``query``, so that contexts which extend it start from there.
 
     A pinned prefix stays until ``genlm_clear_kv_cache``, or until its adapter is removed. A hook
     that raises may lose pinned prefixes: the core then asks for all of them again, including those
@@ -395,7 +395,7 @@ def genlm_cache_prefix(query: Query) -> bool | None:
 
 @hookspec
 def genlm_clear_kv_cache() -> None:
-    """Drop all key/value state, pinned prefixes included."""
+    """Empty the KV cache and drop recurrent state, pinned prefixes included."""
 
 
 # --- LoRA (optional: add and remove, both or neither; read, if that takes long) -------------------
@@ -423,7 +423,7 @@ def genlm_add_lora(adapter: Adapter, contents: Any) -> bool | None:
 
 @hookspec(firstresult=True)
 def genlm_remove_lora(adapter: Adapter) -> bool | None:
-    """Drop the adapter's weights and every key/value state computed with them. Return ``True``.
+    """Drop the adapter's weights and all state computed with them. Return ``True``.
 
     No query with this adapter follows.
     """

@@ -275,8 +275,9 @@ class AsyncLM(GenerationMixin):
     @blocks
     @known_keywords
     def cache_kv(self, prompt_tokens: Iterable[int], lora_name: LoraName = UNSET) -> None:
-        """Compute and pin the key/value state of a prompt, so that contexts which begin with it
-        start from there. Blocks. Does nothing if the engine keeps no such state."""
+        """Compute and pin the KV cache of a prompt (for recurrent models, its state), so that
+        contexts which begin with it start from there. Blocks. Does nothing if the engine keeps no
+        state."""
         query = self._query(prompt_tokens, lora_name)
         self._batcher.run(lambda: self._executor.pin(query))
 
@@ -285,7 +286,7 @@ class AsyncLM(GenerationMixin):
         self._cache.clear()
 
     def clear_kv_cache(self) -> None:
-        """Drop all key/value state, pinned prompts included. Waits for what was asked before."""
+        """Empty the KV cache, pinned prompts included. Waits for earlier requests."""
         self._batcher.run(self._executor.clear)
 
     def reset_async_queries(self) -> None:

@@ -40,7 +40,7 @@ class CoreOptions:
             of the first rows and scores. ``False`` checks no values.
         verify: Whether a model's rows are compared, when it is loaded, with the rows of the library
             that its folder is made for. With ``True``, a model whose rows differ by more than
-            rounding is refused; a function gets the report instead. ``None`` follows the
+            rounding is rejected; a function gets the report instead. ``None`` follows the
             environment (``GENLM_VERIFY=1`` or ``0``), and otherwise the backend decides.
             ``genlm verify`` says more.
         wrappers: Objects whose hooks change rows (``genlm_process_logprobs``) or observe the
@@ -157,7 +157,7 @@ def refuse_unknown(
     elsewhere: Mapping[str, str] | None = None,
     others: str = "",
 ) -> None:
-    """Refuse options that a backend does not have.
+    """Reject options that a backend does not have.
 
     Args:
         backend: The backend's name.

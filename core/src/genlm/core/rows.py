@@ -197,8 +197,8 @@ class RowsMixin(TextMixin):
     def next_token_logprobs_uncached(
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
-        """The row of one context, blocking, computed alone and without any cache, of rows or of
-        key/value state."""
+        """The row of one context, blocking, computed alone and from its tokens: neither the output
+        cache nor the KV cache is used."""
         query = evolve(self._query(token_ids, lora_name), cold=True)
         row: torch.Tensor = self._batcher.ask((query,), the_copy)
         return row

@@ -132,7 +132,7 @@ class TextMixin:
 
         Raises:
             InvalidInputError: ``messages`` is not a list of dicts, each with a role, or the
-                template refuses them.
+                template rejects them.
             InvalidOptionError: an option is misspelt, or asks for something other than token ids.
             UnsupportedError: the tokenizer has no chat template.
         """
@@ -176,7 +176,7 @@ class TextMixin:
     def _check_options(
         self, method: str, options: Mapping[str, Any], variables: Iterable[str] = ()
     ) -> None:
-        """Refuse options of a tokenizer's method that ask for another result, or that it would drop
+        """Reject options of a tokenizer's method that ask for another result, or that it would drop
         in silence, as transformers does. A variable of another model's chat template changes
         nothing, so it may be given; but not what is nearly the name of an option."""
         for name, ours in {**IDS_ONLY, "return_tensors": None}.items():

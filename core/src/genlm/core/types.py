@@ -19,8 +19,8 @@ class Adapter:
     """A LoRA adapter, as it was bound to a name at one time.
 
     Binding a name again makes a new ``Adapter`` with a new ``version``. Versions start at 1, grow,
-    and are never reused while the model lives, so an engine may key weights and key/value state by
-    ``version`` alone.
+    and are never reused while the model lives, so ``version`` alone may be an engine's key for
+    weights and kept state.
     """
 
     name: str
@@ -180,7 +180,7 @@ class BackendInfo:
             looked for and not imported.
         install: How to install them, if ``pip install`` with their names is not the way.
         versions: The versions of ``engine`` that the plugin was tested with, such as
-            ``">=0.30,<0.34"``, for a plugin that must refuse others. It then depends on
+            ``">=0.30,<0.34"``, for a plugin that must reject others. It then depends on
             ``packaging``.
         unavailable: Why the backend cannot run on this machine, with the remedy; ``None`` if it
             can. By default it is made from ``needs`` and ``versions``.
@@ -284,9 +284,8 @@ class Answer(NamedTuple):
             :class:`ScoreRequest` or a :class:`ReductionRequest`.
         result: The result, or the request's own exception. For a query the row,
             ``[vocab_size]`` float32 log-probabilities. For a draw the ids drawn, without the stop
-            token. For a score ``[len(continuation)]`` float32 log-probabilities. ``None`` for a
-            draw or a score says that the engine declines these parameters; then the core does it
-            from rows.
+            token. For a score ``[len(continuation)]`` float32 log-probabilities. If it is
+            ``None`` for a draw or a score, the core makes that from rows.
     """
 
     request: Request

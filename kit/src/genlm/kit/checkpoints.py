@@ -188,7 +188,7 @@ class _Operations(TorchDispatchMode):
 def require_all_read(
     unread: Shapes, model: str, folder: Path | None, settings: Any, engine: str
 ) -> None:
-    """Refuse a model of which an engine has left out weights that transformers reads.
+    """Reject a model of which an engine has left out weights that transformers reads.
 
     Args:
         unread: What it has left out, see :meth:`Reading.unread`.
@@ -219,7 +219,7 @@ def require_all_read(
 
 
 def require_same(folder: Path | None, settings: Any, names: Iterable[str], engine: str) -> None:
-    """Refuse a checkpoint with an output layer that differs from the embeddings to which the
+    """Reject a checkpoint with an output layer that differs from the embeddings to which the
     configuration ties it. transformers uses both; this is for engines that use one for the other.
 
     Args:
@@ -261,7 +261,7 @@ def tied(empty: torch.nn.Module) -> list[set[str]]:
 
 
 def require_weights(model: str, settings: Any) -> None:
-    """Refuse a checkpoint that lacks weights. This is for engines that would compute with whatever
+    """Reject a checkpoint that lacks weights. This is for engines that would compute with whatever
     was in memory in their place. A checkpoint whose names transformers converts is not compared.
 
     Raises:

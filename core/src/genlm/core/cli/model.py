@@ -39,7 +39,7 @@ def parsed(flag: str, given: str) -> tuple[str, Any]:
 
 
 class ModelFirst(argparse.Action):
-    """Refuses ``--model``: other programs have it, here the model stands first."""
+    """Rejects ``--model``: other programs have it, here the model stands first."""
 
     def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
         parser.error(f"the model comes first, without --model: {parser.prog} MODEL ...")

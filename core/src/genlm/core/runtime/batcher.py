@@ -337,7 +337,7 @@ class Batcher:
             self._check_open()
 
     def _check_process(self) -> None:
-        """Refuse a forked child, which has no engine thread, and perhaps a lock that is never
+        """Reject a forked child, which has no engine thread, and perhaps a lock that is never
         released. Comes before the lock."""
         if os.getpid() != self._pid:
             raise EngineDeadError(
@@ -345,7 +345,7 @@ class Batcher:
             )
 
     def _check_open(self) -> None:
-        """Refuse callers that cannot be answered. Called with the lock."""
+        """Reject callers that cannot be answered. Called with the lock."""
         if self._refusal is not None:
             raise self._refusal()
         if (asker := ASKING.asker) is not None:
@@ -575,7 +575,7 @@ class Batcher:
                     pass
 
     def _die(self, cause: BaseException) -> None:
-        """Fail all requests, and refuse new ones, because the executor cannot continue."""
+        """Fail all requests, and reject new ones, because the executor cannot continue."""
         if not self._keeps_frames:
             let_go(cause)
         own_words = isinstance(cause, EngineDeadError)

@@ -340,6 +340,6 @@ class EngineExecutor:
                     log.warning("prefix.lost", tokens=query.length, error=lost)
 
     def clear(self) -> None:
-        """Drop all key/value state, pinned prompts included."""
+        """Empty the KV cache, pinned prompts included."""
         self._pinned.clear()
         self.engine.calls.call("genlm_clear_kv_cache")

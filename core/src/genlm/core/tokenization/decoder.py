@@ -3,7 +3,7 @@
 A decoder is a chain of steps over the list of a text's pieces. The steps below do what those of the
 ``tokenizers`` library do, for one piece in the middle of a text, and before bytes are read as UTF-8
 with losses: a byte that is not text by itself is a lone surrogate, as Python's ``surrogateescape``
-writes it. A step whose effect on a piece depends on its neighbours is refused.
+writes it. A step whose effect on a piece depends on its neighbours is rejected.
 
 Source: the library's Rust sources, ``decoders/``, ``pre_tokenizers/byte_level.rs`` and
 ``pre_tokenizers/metaspace.rs``.
@@ -102,7 +102,7 @@ def checked_size(size: int) -> int:
 
 
 def guarded(culprit: str, work: str, call: Callable[..., T]) -> Callable[..., T]:
-    """A call of the library that refuses the tokenizer if the library panics, as it does when an
+    """A call of the library that rejects the tokenizer if the library panics, as it does when an
     expression takes too many steps, or if all such calls take too long together.
 
     Args:

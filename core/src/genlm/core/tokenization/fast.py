@@ -131,7 +131,7 @@ def _decoder_definition(backend: Any) -> Definition:
 
 
 def _check_keeps_text(backend: Any, decoder: Definition) -> None:
-    """Refuse a tokenizer whose pieces do not tell what text they stand for."""
+    """Reject a tokenizer whose pieces do not tell what text they stand for."""
     model = backend.model
     if type(model).__name__ == "WordPiece":
         raise _loses("model WordPiece", "the white space of the text")
@@ -147,7 +147,7 @@ def _check_keeps_text(backend: Any, decoder: Definition) -> None:
 
 
 def _check_splits(steps: Sequence[Definition], prepends: bool) -> None:
-    """Refuse a pre-tokenizer that removes text, or puts spaces where the text has none.
+    """Reject a pre-tokenizer that removes text, or puts spaces where the text has none.
 
     It may remove white space if a step after that marks the start of every part: then white space
     is only normalised.
@@ -184,7 +184,7 @@ def _check_splits(steps: Sequence[Definition], prepends: bool) -> None:
 
 
 def _check_covers(pre_tokenizer: Any, steps: Sequence[Definition]) -> None:
-    """Refuse a pre-tokenizer of which no part has some of a text: pairs of characters, of every
+    """Reject a pre-tokenizer of which no part has some of a text: pairs of characters, of every
     category, runs included. Where a step keeps only what its pattern matches, all texts are tried:
     the pattern of GPT-4o matches everything.
 
@@ -209,7 +209,7 @@ def _check_covers(pre_tokenizer: Any, steps: Sequence[Definition]) -> None:
 
 
 def _check_round_trip(backend: Any, decoder: Definition) -> None:
-    """Refuse a tokenizer whose decoder does not undo what its normalizer and pre-tokenizer do to a
+    """Reject a tokenizer whose decoder does not undo what its normalizer and pre-tokenizer do to a
     short text. The model may split that into single characters."""
     text = _PROBE
     try:

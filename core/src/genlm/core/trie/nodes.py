@@ -94,7 +94,7 @@ def _spell_symbols(item: Iterable[Hashable], codes: dict[Hashable, int]) -> byte
 def _refuse_duplicates(
     items: Sequence[Any], in_order: Sequence[bytes], order: Sequence[int]
 ) -> None:
-    """Refuse an item that is given twice: it would have two weights. Different tokens may share
+    """Reject an item that is given twice: it would have two weights. Different tokens may share
     their bytes."""
     seen: dict[Any, int] = {}
     like_the_one_before = map(operator.eq, in_order[1:], in_order)

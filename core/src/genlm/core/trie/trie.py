@@ -124,7 +124,7 @@ class TokenCharacterTrie:
         Args:
             ws: ``[len(decode)]`` Weights, by position: a NumPy array or PyTorch tensor of any float
                 dtype on any device, or a list. They may be of both signs. Where none is positive
-                and one negative, they are refused as log-probabilities (on an accelerator only if
+                and one negative, they are rejected as log-probabilities (on an accelerator only if
                 the result is an array: nothing waits for a tensor's values).
             dtype: What to return: ``np.float64`` or ``np.float32`` for an array; ``torch.float64``
                 or ``torch.float32`` for a tensor on the trie's device. The default is

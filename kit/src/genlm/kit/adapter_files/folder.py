@@ -69,7 +69,7 @@ class AdapterFolder:
     retrained: set[str] = field(factory=set)
 
     def require(self, applied: Collection[Feature], engine: str) -> None:
-        """Refuse an adapter that an engine would apply wrongly.
+        """Reject an adapter that an engine would apply wrongly.
 
         Args:
             applied: The features that the engine applies rightly.
@@ -87,7 +87,7 @@ class AdapterFolder:
                 )
 
     def require_modules(self, shapes: Mapping[str, tuple[int, int]]) -> None:
-        """Refuse an adapter of another model.
+        """Reject an adapter of another model.
 
         Args:
             shapes: How many features each module of the model takes and gives, by its name.
@@ -115,7 +115,7 @@ class AdapterFolder:
         self.require_whole(shapes)
 
     def require_whole(self, names: Collection[str]) -> None:
-        """Refuse an adapter whose file lacks modules that it was trained on.
+        """Reject an adapter whose file lacks modules that it was trained on.
 
         Args:
             names: Of the model's modules.

@@ -76,7 +76,7 @@ def _unsound(file: Path, reason: str) -> InvalidAdapterError:
 
 
 def require_finite(file: Path, tensors: Iterable[Tensor]) -> None:
-    """Refuse weights of a training run that has diverged: some rows would be NaN, others finite and
+    """Reject weights of a training run that has diverged: some rows would be NaN, others finite and
     mean nothing.
 
     Raises:

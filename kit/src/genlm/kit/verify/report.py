@@ -95,7 +95,7 @@ class Report:
         return "\n".join(lines)
 
     def refusal(self) -> str:
-        """Why the model is refused, and what to do."""
+        """Why the model is rejected, and what to do."""
         worst = max((one for one in self.compared if not one.passed), key=lambda one: one.apart)
         lengths = ", ".join(map(str, worst.lengths))
         return (

@@ -122,7 +122,7 @@ def served_subject(
 
 
 def engine_opts_of(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The option of that name; empty where it is no mapping, which the load refuses."""
+    """The option of that name; empty where it is no mapping, which the load rejects."""
     given = options.get("engine_opts")
     return given if isinstance(given, Mapping) else {}
 

@@ -16,7 +16,7 @@ from genlm.kit.adapter_files import PREFIX, WEIGHTS, AdapterFolder, Feature, rea
 def require_same_embeddings(
     model: Any, folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Refuse an adapter whose copies of base weights belong to another model. PEFT saves embeddings
+    """Reject an adapter whose copies of base weights belong to another model. PEFT saves embeddings
     beside LoRA matrices of them, and modules that were trained whole.
 
     Args:
@@ -60,7 +60,7 @@ def require_same_embeddings(
 
 
 def require_plain_weights(model: Any, folder: AdapterFolder) -> None:
-    """Refuse an adapter for which PEFT would read quantised weights: it copies modules that were
+    """Reject an adapter for which PEFT would read quantised weights: it copies modules that were
     trained whole, and reads the weights below DoRA. It would read other numbers than the weights
     have (bitsandbytes packs 4-bit weights again for the CPU).
 

@@ -144,7 +144,7 @@ class HFEngine:
 
     @staticmethod
     def _refuse(model: Any) -> None:
-        """Refuse what cannot be served, before the model is changed.
+        """Reject what cannot be served, before the model is changed.
 
         Raises:
             EngineError: the model is not a causal language model, or is served already.

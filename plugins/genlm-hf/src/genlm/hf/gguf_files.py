@@ -1,4 +1,4 @@
-"""GGUF files: what transformers passes over in them is applied, or refused by name.
+"""GGUF files: what transformers passes over in them is applied, or rejected by name.
 
 transformers takes the settings and tensors that its tables name, and drops the others. A model
 without its rotary scaling, for one, is another model.

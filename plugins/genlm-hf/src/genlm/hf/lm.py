@@ -20,13 +20,12 @@ class AsyncTransformer(AsyncLM):
     """A Hugging Face causal language model in this process.
 
     Args:
-        hf_model: A causal language model. While the language model is open, it is in evaluation
-            mode and its attention implementation is wrapped; then it is as it was.
+        hf_model: A causal language model. Until ``close``, it is in evaluation mode, and its
+            attention implementation is wrapped; ``close`` restores both.
         hf_tokenizer: Its tokenizer.
-        batch_size: The most requests in one batch; ``None`` means no limit.
-        timeout: Seconds to hold a batch open for more requests.
-        **options: ``kv_cache_bytes``, ``max_batch_tokens``, ``static``, and the other options of
-            every backend: ``cache_size``, ``cache_opts``, ...
+        batch_size, timeout, **options: The options of every backend
+            (:class:`~genlm.core.options.CoreOptions`), and ``kv_cache_bytes``,
+            ``max_batch_tokens`` and ``static`` of :class:`~genlm.hf.options.HFOptions`.
 
     Raises:
         InvalidOptionError: an option is not accepted.
@@ -70,9 +69,8 @@ class AsyncTransformer(AsyncLM):
 
         Args:
             model_id: A folder, a folder with a GGUF file, or a hub name.
-            bitsandbytes_opts: See :class:`~genlm.hf.options.HFOptions`.
-            hf_opts: See there.
-            **options: The others there, and the options of every backend.
+            bitsandbytes_opts, hf_opts, **options: The options of the backend
+                (:class:`~genlm.hf.options.HFOptions`), and those of every backend.
 
         Raises:
             InvalidOptionError: an option is not accepted.

@@ -97,7 +97,7 @@ def require_known_tokens(
     changed: Mapping[str, tuple[str, str]],
     parameters: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Refuse tokens that the model does not have: on CUDA, an index beyond the end of a tensor
+    """Reject tokens that the model does not have: on CUDA, an index beyond the end of a tensor
     leaves the whole process without its device.
 
     Args:

@@ -103,13 +103,13 @@ class HFOptions:
             ``{"load_in_4bit": True}``. They work on the CPU too.
         compile_opts: Arguments of ``torch.compile``, for instance ``{"dynamic": True}``; ``None``
             compiles nothing. Attention and the slot pool are not compiled, because their shapes
-            change with every forward. On CUDA, modes that capture CUDA graphs are refused.
+            change with every forward. On CUDA, modes that capture CUDA graphs are rejected.
         device: The model's device, as PyTorch names it; ``None`` means CUDA if it is available,
             else the CPU. It cannot be combined with ``device_map``.
         dtype: The type of the weights: a ``torch.dtype``, its name, or ``"auto"`` for the
             checkpoint's own; ``None`` means float32 on the CPU and ``"auto"`` elsewhere.
-        kv_cache_bytes: The most bytes of key/value state to keep. The least recently used state is
-            evicted first, and 0 keeps none. ``None`` means half of the free memory on CUDA, and
+        kv_cache_bytes: The most bytes of the KV cache. The least recently used state is evicted
+            first, and 0 keeps none. ``None`` means half of the free memory on CUDA, and
             elsewhere a quarter of the available memory, at most 4 GiB.
         max_batch_tokens: The most new tokens in one forward. Longer work is done in chunks, and
             other requests are answered between them.

@@ -143,7 +143,7 @@ def choose_reuse(
 
 def plain_rows(runner: Runner, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Log-probabilities of plain forwards; without inference mode where the model fails in it, as
-    with quanto's weights of four bits, whose class makes views that inference mode refuses."""
+    with quanto's weights of four bits, whose class makes views that inference mode rejects."""
     try:
         return _logprobs([runner.plain([context], [None]) for context in contexts])
     except RuntimeError as error:

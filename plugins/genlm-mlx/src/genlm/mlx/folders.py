@@ -80,7 +80,7 @@ class MlxFolder:
         return cls(path, float(scale), layers, depth if type(depth) is int else None)
 
     def require_whole(self, names: Collection[str], blocks: int) -> None:
-        """Refuse an adapter whose file lacks what mlx-lm would have trained: in each of the last
+        """Reject an adapter whose file lacks what mlx-lm would have trained: in each of the last
         blocks the same.
 
         Args:

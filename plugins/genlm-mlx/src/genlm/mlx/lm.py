@@ -24,9 +24,9 @@ class AsyncMlxLM(NamedLM):
             model_name: A local folder or a hub name; checkpoints of transformers and of mlx-lm,
                 quantized ones too.
             prefill_step_size: The most tokens in one forward pass, over all sequences of a batch.
-            kv_cache_bytes: The most bytes of key/value state to keep, without the current batch's
-                and pinned prompts'. ``None`` means that the state in all may take 2.5 times what
-                the largest batch took, and that at least 64 MiB may be kept besides any batch.
+            kv_cache_bytes: The most bytes of the KV cache, without those of the current batch and
+                of pinned prompts. ``None`` means that all of it may take 2.5 times what the largest
+                batch took, and that at least 64 MiB may be kept besides any batch.
             **options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``,
                 ``cache_opts``, ...
 

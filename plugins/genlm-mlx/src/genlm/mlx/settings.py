@@ -48,7 +48,7 @@ ONE_EXPERT = (
 
 
 def refuse_unread(settings: Any, model: Any) -> None:
-    """Refuse a checkpoint whose rows mlx-lm would get wrong.
+    """Reject a checkpoint whose rows mlx-lm would get wrong.
 
     Raises:
         EngineError: a setting differs from the family's default, and the model does not read it; or

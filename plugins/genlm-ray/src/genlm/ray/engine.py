@@ -263,7 +263,7 @@ def load(model: str, options: Mapping[str, Any], verify: Any = None) -> RayEngin
         model: A folder or hub name, as the inner backend takes it.
         options: Those of :class:`RayOptions`.
         verify: Whether each replica verifies its model; ``None`` is the inner backend's choice.
-            A report does not travel: where a function is to get it, a replica refuses instead.
+            A report does not travel: where a function is to get it, a replica rejects instead.
 
     Raises:
         InvalidOptionError: the inner backend verifies no models.

@@ -24,8 +24,8 @@ class AsyncRayLM(NamedLM):
 
         Args:
             model_id: A folder or a hub name, as the inner backend takes it on its node.
-            backend, replicas, backend_opts, **options: Those of
-                :class:`~genlm.ray.options.RayOptions`, and those of every backend.
+            backend, replicas, backend_opts, **options: The options of the backend
+                (:class:`~genlm.ray.options.RayOptions`), and those of every backend.
 
         Raises:
             BackendUnavailableError: Ray is not installed, or the replicas did not start in time.

@@ -1,7 +1,7 @@
 """The log: what every replica must have beyond the model, in order. Pure.
 
 An entry is tried on one replica. It enters the log when it has worked there, and goes to all. If
-another replica refuses it, or dies of it, it is taken back everywhere. A replica that starts again
+another replica rejects it, or dies of it, it is taken back everywhere. A replica that starts again
 gets the log, entry by entry; one that fails then is lost, and not the replica.
 """
 

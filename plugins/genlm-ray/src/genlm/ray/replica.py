@@ -224,7 +224,7 @@ class Replica:
 
         Returns:
             Whether the process ends, too: it is to ``end``, no other program uses it, and it has
-            not refused this one. It does so by itself, for the one that asked may be gone.
+            not rejected this one. It does so by itself, for the one that asked may be gone.
         """
         refused = self._serves and token[0] not in self._sessions
         await self._finish(token[0])

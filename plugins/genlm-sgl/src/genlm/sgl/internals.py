@@ -458,7 +458,7 @@ class Scheduler:
             named: Its name in errors.
 
         Raises:
-            EngineError: SGLang refuses it. Nothing of it remains.
+            EngineError: SGLang rejects it. Nothing of it remains.
         """
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
 

@@ -11,7 +11,7 @@ from genlm.core.errors import InvalidOptionError
 
 
 def refuse_code(arguments: Mapping[str, Any]) -> None:
-    """Refuse a model whose configuration names code, before SGLang sees it.
+    """Reject a model whose configuration names code, before SGLang sees it.
 
     If SGLang has no implementation of a model, it uses transformers' and runs the code that
     ``auto_map`` names, even with ``trust_remote_code=False``.

@@ -19,7 +19,7 @@ def subject_of(model: str, options: Mapping[str, Any]) -> Subject:
 
 
 def _changes(overrides: Any) -> dict[str, Any]:
-    """Settings as if they stood in ``config.json``; what is no JSON is refused at the load."""
+    """Settings as if they stood in ``config.json``; what is no JSON is rejected at the load."""
     try:
         return dict(json.loads(overrides or "{}"))
     except (TypeError, ValueError):

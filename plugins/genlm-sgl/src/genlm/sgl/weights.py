@@ -23,7 +23,7 @@ FORMATS = ("auto", "safetensors")
 
 @contextmanager
 def required(model_path: str, settings: Any) -> Iterator[None]:
-    """While SGLang makes a model: refuse it if its weights were not all in the checkpoint, or
+    """While SGLang makes a model: reject it if its weights were not all in the checkpoint, or
     transformers would read more of that.
 
     Args:

@@ -1,4 +1,4 @@
-"""The options of the backend: what is refused before vLLM sees it."""
+"""The options of the backend: what is rejected before vLLM sees it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Options:
 
 
 def check_engine_opts(engine_opts: Mapping[str, Any]) -> None:
-    """Refuse options that vLLM does not have, and options that do not work with rows.
+    """Reject options that vLLM does not have, and options that do not work with rows.
 
     Raises:
         InvalidOptionError: with the option's name, and what to do.

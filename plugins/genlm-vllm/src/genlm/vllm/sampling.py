@@ -100,7 +100,7 @@ def vllm_draws(request: SampleRequest, core: EngineCore) -> bool:
     """Whether vLLM draws from exactly the requested distribution, and reproducibly if there is a
     seed.
 
-    It does not at temperatures that it raises or refuses. And on a CPU it fails on a seeded prompt
+    It does not at temperatures that it raises or rejects. And on a CPU it fails on a seeded prompt
     that it computes in chunks, also after it has preempted a draw.
     """
     params = request.params

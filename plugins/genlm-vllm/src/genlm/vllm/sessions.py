@@ -102,7 +102,7 @@ class Sessions:
         return released
 
     def check_room_for_pin(self, request: VllmRequest) -> None:
-        """Refuse a prefix that would leave too little room.
+        """Reject a prefix that would leave too little room.
 
         Raises:
             EngineError: pinned contexts would leave no room for the longest context, or for other

@@ -1,5 +1,5 @@
 """Settings of a model's configuration that vLLM reads otherwise than transformers: set right where
-vLLM can compute them, else contexts end before them, or the model is refused by name."""
+vLLM can compute them, else contexts end before them, or the model is rejected by name."""
 
 from __future__ import annotations
 
