@@ -245,6 +245,20 @@ def test_weights_that_are_written_to(operators: Operators) -> None:
     assert steps.replayed(3) == 3
 
 
+def test_a_hook_on_the_model_itself_runs_in_every_step(operators: Operators) -> None:
+    """It changes no row, so nothing is dropped."""
+    pair = static(LLAMA)
+    steps, calls = Steps(pair, operators), list[int]()
+    assert steps.replayed(5) == 2
+    hook = pair.engine.model.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        assert steps.replayed(4) == 0
+    finally:
+        hook.remove()
+    assert len(calls) >= 4
+    assert steps.replayed(3) == 3
+
+
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_hook_runs_in_every_step(everywhere: bool, operators: Operators) -> None:
     pair = static(LLAMA)

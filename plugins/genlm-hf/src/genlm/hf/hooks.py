@@ -47,17 +47,19 @@ class ForeignHooks:
 
     def __init__(self, runner: Runner, choice: Choice) -> None:
         self._runner, self._choice = runner, choice
-        self._numbers = runner.hooks_of_others()
+        self._numbers = runner.hooks.inside
         self._rows = choice.expected
         self._known: OrderedDict[Any, tuple[Any, torch.Tensor, str | None]] = OrderedDict()
-        self._remember(runner.hook_functions(), choice.expected, None)
+        self._remember(runner.hooks.functions(), choice.expected, None)
 
     def effect_of_change(self) -> Effect | None:
         """What has come of hooks since the last call; ``None`` if there are the same."""
-        numbers = self._runner.hooks_of_others()
+        hooks = self._runner.hooks
+        hooks.look()
+        numbers = hooks.inside
         if numbers == self._numbers or not self._choice.contexts:
             return None
-        functions = self._runner.hook_functions()
+        functions = hooks.functions()
         known = self._known.get(_key(functions))
         if known is None:
             known = functions, *self._tried()

@@ -11,13 +11,13 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.nn.modules import module as of_torch
 from transformers import PreTrainedModel
 
 from genlm.core.types import Adapter
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import LAYOUT_ARGUMENT, SLOT_ATTENTION
 from genlm.hf.cudnn import attention_kernels
+from genlm.hf.forward_hooks import ForwardHooks
 from genlm.hf.layout import Chunks, PackedLayout, UniformLayout
 from genlm.hf.patterns import Pattern
 from genlm.hf.pool import SlotPool
@@ -27,15 +27,6 @@ from genlm.hf.upload import Indices, Upload
 
 #: What models call the cache that they are given and return; from transformers 5.24 on, the first.
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
-
-#: The forward hooks of a module, by numbers that PyTorch never uses again.
-HOOKS, PRE_HOOKS = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
-
-#: Those of all modules.
-EVERYWHERE: list[dict[int, Any]] = [
-    of_torch._global_forward_hooks,
-    of_torch._global_forward_pre_hooks,
-]
 
 
 class Runner:
@@ -54,6 +45,7 @@ class Runner:
     Attributes:
         device: Where the model's first weight is.
         modules: All modules of the model.
+        hooks: The forward hooks on them.
         changes: How often modules may have become others.
         without_gradients: In which mode of PyTorch forwards are computed. Inference mode is the
             fastest, but weights of some classes do not work in it.
@@ -96,23 +88,6 @@ class Runner:
         if self._hook is not None:
             self._hook.remove()
 
-    def hooks_of_others(self) -> list[int]:
-        """PyTorch's numbers of forward hooks that others have set inside of the model, or on all
-        modules. Those on the model itself see token ids, and logits of wanted positions only."""
-        inside = self.modules[1:]
-        of_modules = chain(map(HOOKS, inside), map(PRE_HOOKS, inside))
-        hooks = filter(None, chain(EVERYWHERE, of_modules))
-        return [at for some in hooks for at, hook in some.items() if not self.is_ours(hook)]
-
-    def hook_functions(self) -> list[tuple[int, Any]]:
-        """All functions that are such hooks, or ours, with the index of their module."""
-        everywhere = [(-1, function) for hooks in EVERYWHERE for function in hooks.values()]
-        return everywhere + [
-            (at, function)
-            for at, module in enumerate(self.modules[1:])
-            for function in (*HOOKS(module).values(), *PRE_HOOKS(module).values())
-        ]
-
     @contextmanager
     def head_may_change(self) -> Iterator[None]:
         """While adapters are added or removed, which may wrap the output layer, or copy it with its
@@ -128,6 +103,7 @@ class Runner:
         self._hook = head.register_forward_pre_hook(self._select) if head is not None else None
         # Listed once: a walk over the model takes as long as a layer.
         self.modules = [*self._model.modules()]
+        self.hooks = ForwardHooks(self.modules, self.is_ours)
         self.changes += 1
 
     def packed(

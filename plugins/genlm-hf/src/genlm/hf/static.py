@@ -152,7 +152,7 @@ class StaticSteps:
     def _drop_what_is_old(self) -> None:
         made = (self.runner.changes, self.runner.pool.resizes)
         if self._made[0] != made[0]:
-            self._watch = ModelWatch(self.runner.modules, self.runner.is_ours)
+            self._watch = ModelWatch(self.runner.modules)
         if self._made != made or self._watch.has_changed():
             self.drop()
         self._made = made
@@ -172,7 +172,7 @@ class StaticSteps:
             and not any(chunks.bases)
             and adapters.count(adapter) == count
         )
-        if self._failed or not is_plain or self._watch.has_hooks():
+        if self._failed or not is_plain or self.runner.hooks.are_foreign:
             return None
         shape = StaticShape.of(self.runner, count, max(chunks.stops))
         key = (shape, 0 if adapter is None else adapter.version)

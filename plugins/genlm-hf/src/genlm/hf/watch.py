@@ -1,45 +1,31 @@
-"""What a recorded step would not see: that somebody has changed the model."""
+"""What a recorded step would not see: that somebody has changed the model's modules or tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
 
 import torch
-from torch.nn.modules import module as of_torch
 
 
 class ModelWatch:
-    """Sees that tensors or modules of a model became others, and that somebody has set hooks. What
-    is written into a tensor, a replay reads.
+    """Sees that tensors or modules of a model became others. What is written into a tensor, a
+    replay reads.
 
     Args:
         modules: All modules of the model.
-        is_ours: Whether a hook is the plugin's own.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module], is_ours: Callable[[Any], bool]) -> None:
-        self._is_ours = is_ours
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         # Listed once, as the modules are, and without what is empty: they are walked before each
         # step.
         self._own = [vars(one) for one in modules]
         parts = [part for one in modules for part in (one._parameters, one._buffers)]
         self._tensors = [part for part in parts if part]
         self._children = [one._modules for one in modules if one._modules]
-        self._hooks: list[dict[int, Any]] = [
-            of_torch._global_forward_hooks,
-            of_torch._global_forward_pre_hooks,
-            *(part for one in modules for part in (one._forward_hooks, one._forward_pre_hooks)),
-        ]
         self._seen = self._look()
-
-    def has_hooks(self) -> bool:
-        """Whether any is not ours."""
-        return not all(
-            self._is_ours(hook) for hooks in filter(None, self._hooks) for hook in hooks.values()
-        )
 
     def has_changed(self) -> bool:
         """Whether something has become another one since this was last asked."""

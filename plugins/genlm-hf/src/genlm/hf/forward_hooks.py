@@ -1,0 +1,55 @@
+"""The forward hooks that are set on the modules of a model, walked over once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules import module as of_torch
+
+
+class ForwardHooks:
+    """Looks at all forward hooks of a model's modules, and at those on all modules.
+
+    Args:
+        modules: All modules of the model, the model itself first.
+        is_ours: Whether a hook is the plugin's own.
+
+    Attributes:
+        inside: PyTorch's numbers, which it never uses again, of hooks that others have set inside
+            of the model or on all modules, when :meth:`look` was last called. Those on the model
+            itself see token ids, and logits of wanted positions only.
+        are_foreign: Whether others had set any then, on the model itself too.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], is_ours: Callable[[Any], bool]) -> None:
+        self._is_ours = is_ours
+        # Listed once, as the modules are: they are walked over before each step.
+        model, *others = modules
+        self._inside = [
+            (-1, of_torch._global_forward_hooks),
+            (-1, of_torch._global_forward_pre_hooks),
+            *((at, hooks) for at, one in enumerate(others) for hooks in _hooks_of(one)),
+        ]
+        self._tables: list[dict[int, Any]] = [hooks for _, hooks in self._inside]
+        self._on_model = _hooks_of(model)
+        self.look()
+
+    def look(self) -> None:
+        """Set the attributes; called before each step."""
+        self.inside = self._foreign(self._tables)
+        self.are_foreign = bool(self.inside or self._foreign(self._on_model))
+
+    def functions(self) -> list[tuple[int, Any]]:
+        """All functions that are hooks inside of the model or on all modules, also ours, with the
+        index of their module."""
+        return [(at, hook) for at, hooks in self._inside for hook in hooks.values()]
+
+    def _foreign(self, tables: Sequence[dict[int, Any]]) -> list[int]:
+        some = filter(None, tables)
+        return [at for hooks in some for at, hook in hooks.items() if not self._is_ours(hook)]
+
+
+def _hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    return module._forward_hooks, module._forward_pre_hooks
