@@ -21,16 +21,16 @@ from genlm.hf.names import in_names_of
 from genlm.kit.adapter_files import AdapterFolder, Feature, module_shapes, read_adapter
 from genlm.kit.memory import is_out_of_memory
 
-#: What PEFT calls the base model in a list of adapter names.
+#: The name that PEFT gives to the base model in a list of adapter names.
 BASE = "__base__"
 
-#: What may share a forward with other adapters and with the base model.
+#: The features with which an adapter may share a forward with other adapters and the base model.
 MIXED = frozenset({
     Feature.RSLORA, Feature.RANKS, Feature.ALPHAS, Feature.LORA_BIAS, Feature.EMBEDDING,
     Feature.HEAD, Feature.SAVED_EMBEDDINGS,
 })  # fmt: skip
 
-#: What PEFT applies to whole batches only.
+#: The features that PEFT applies to whole batches only.
 ALONE = frozenset({Feature.DORA, Feature.RETRAINED, Feature.TOKENS, Feature.PARAMETERS})
 
 
@@ -44,33 +44,35 @@ class AdapterSet:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._peft: Any = None
-        # By version: whether it cannot share a forward with others.
+        # For each version, whether the adapter needs forwards of its own.
         self._alone: dict[int, bool] = {}
-        # How each adapter changes which layers.
+        # For each adapter, how it changes the layers that it changes.
         self._changes: dict[Adapter, dict[str, tuple[str, str]]] = {}
         self._active: int | None = None  # the version that a forward without adapter names applies
-        # None: not known, because PEFT has just wrapped or unwrapped modules.
+        # `None` means unknown, because PEFT has just wrapped or unwrapped modules.
         self._enabled: bool | None = None
-        # Of the model without adapters: of its modules, and of its parameters.
+        # The shapes of modules and parameters of the model without adapters.
         self._shapes: Mapping[str, tuple[int, int]] = {}
         self._parameters: Mapping[str, tuple[int, ...]] = {}
-        self._order: Mapping[Any, Sequence[str]] = {}  # by module, the names of its parameters
-        self._trainable: list[Any] = []  # parameters of the model that PEFT freezes
-        self._names: list[str] | None = None  # of the sequences of the mixed batch under way
-        self._wanted: list[str] | None = None  # of each position that the output layer sees
-        self._by_token: list[str] = []  # of all tokens of that
+        # For each module, the names of its parameters.
+        self._order: Mapping[Any, Sequence[str]] = {}
+        self._trainable: list[Any] = []  # the model's parameters that PEFT freezes
+        self._names: list[str] | None = None  # of each sequence of the current mixed batch
+        self._wanted: list[str] | None = None  # of each position that reaches the output layer
+        self._by_token: list[str] = []  # of each token of the current mixed batch
         self._hooks: list[Any] = []
-        # PEFT's, where it need not switch them itself: for each switch it sets, for all adapters,
-        # whether their weights are trained. None: some adapter changes more than such layers.
+        # PEFT's LoRA layers. Setting their switches here avoids that PEFT sets, at each switch,
+        # whether every adapter's weights are trained. `None` means that an adapter changes other
+        # kinds of layers too, so that PEFT must do the switching.
         self._layers: list[Any] | None = None
 
     def read(self, adapter: Adapter) -> AdapterFolder:
         """Read an adapter's folder. Called from any thread, while the model computes.
 
         Raises:
-            InvalidAdapterError: the folder is not sound, or of a kind that cannot be applied.
+            InvalidAdapterError: the folder is invalid, or hf cannot apply this kind of adapter.
         """
-        folder = read_adapter(adapter.path)  # before PEFT is imported, which takes seconds
+        folder = read_adapter(adapter.path)  # first, since importing PEFT takes seconds
         folder.require(MIXED | ALONE, "hf")
         import peft  # noqa: F401  # here, on the caller's thread
 
@@ -80,17 +82,19 @@ class AdapterSet:
         """Load an adapter's weights.
 
         Raises:
-            InvalidAdapterError: the folder is made for another model, or changes a layer otherwise
-                than another adapter does, or PEFT cannot load it; nothing of it remains.
-            UnsupportedError: the model had PEFT's layers before, which would go with ours; or some
-                weights are offloaded; or PEFT would make other weights of quantised ones.
+            InvalidAdapterError: the adapter is made for another model, changes a layer in another
+                way than a loaded adapter, or cannot be loaded by PEFT. Nothing of it remains in the
+                model.
+            UnsupportedError: the model already had PEFT's layers, which would be removed together
+                with this plugin's; some weights are offloaded; or PEFT would misread quantised
+                weights.
         """
         if self._peft is None:
             self._describe_model()
         gpus = {p.device.index or 0 for p in self._model.parameters() if p.device.type == "cuda"}
         with (
             in_names_of(self._model, folder, self._shapes, self._parameters) as named,
-            torch.random.fork_rng(gpus),  # PEFT draws first weights, which nobody sees
+            torch.random.fork_rng(gpus),  # PEFT draws initial weights, which are then overwritten
         ):
             self._add(adapter, named)
 
@@ -109,14 +113,15 @@ class AdapterSet:
             with plain_state_dicts(self._model), asked_for_own_tokens(self._model):
                 if self._peft is None:
                     self._peft = PeftModel(self._model, config, adapter_name=name)
-                else:  # load_adapter would take the configuration from the file
+                else:  # load_adapter would read the configuration from the file
                     self._peft.add_adapter(name, config)
                 self._load(folder, name)
         except Exception as error:
             if not self._alone:
                 self.close()
             else:
-                # PEFT forgets its configuration, and not what it has put into layers already.
+                # PEFT drops the configuration of a failed adapter but leaves its weights in the
+                # layers, and it deletes only adapters that have a configuration.
                 self._peft.peft_config.setdefault(name, next(iter(self._peft.peft_config.values())))
                 self._delete(name)
             self._changed()
@@ -134,7 +139,7 @@ class AdapterSet:
     def _require_like_others(
         self, adapter: Adapter, changed: Mapping[str, tuple[str, str]]
     ) -> None:
-        """Raises: InvalidAdapterError: it changes a layer otherwise than another adapter does."""
+        """Raises: InvalidAdapterError: it changes a layer in another way than a loaded adapter."""
         for other, layers in self._changes.items():
             for name, how in changed.items():
                 if layers.get(name, how) != how:
@@ -147,10 +152,10 @@ class AdapterSet:
                     )
 
     def _describe_model(self) -> None:
-        """Keep what the model is without adapters.
+        """Record the model's modules and parameters before any adapter changes them.
 
         Raises:
-            UnsupportedError: it has some, or is not in memory whole.
+            UnsupportedError: the model already has adapters, or some of its weights are offloaded.
         """
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -182,7 +187,7 @@ class AdapterSet:
         if self._alone:
             self._delete(_name(adapter.version))
         else:
-            self.close()  # PEFT cannot load another adapter where none is left
+            self.close()  # PEFT cannot load an adapter into a model whose last one was removed
         self._changed()
 
     def close(self) -> None:
@@ -195,8 +200,8 @@ class AdapterSet:
                 parameter.requires_grad_(True)
 
     def groups(self, adapters: Sequence[Adapter | None]) -> list[list[int]]:
-        """Which chunks may share a forward: all, but for adapters that PEFT cannot mix (DoRA,
-        retrained modules)."""
+        """The chunks that may share a forward, by index. Each adapter that PEFT cannot mix with
+        others (DoRA, retrained modules) gets a group of its own; all other chunks share one."""
         if not any(self._alone.values()):
             return [[*range(len(adapters))]]
         alone: dict[int, list[int]] = {}
@@ -212,7 +217,7 @@ class AdapterSet:
     def applied(
         self, adapters: Sequence[Adapter | None], wanted: Iterable[int], width: int
     ) -> Iterator[None]:
-        """While it lasts, sequence ``i`` of every batch is computed with ``adapters[i]``.
+        """Inside the block, sequence ``i`` of every batch is computed with ``adapters[i]``.
 
         Args:
             adapters: One per sequence.
@@ -227,7 +232,8 @@ class AdapterSet:
             self._switch_to(adapters[0])
             yield
             return
-        # One of those that may be mixed, so that whole modules of another are off.
+        # An adapter that can be mixed is made active, so that modules which another adapter
+        # replaces whole are off.
         self._switch_to(next(adapter for adapter in distinct if adapter is not None))
         self._names = [BASE if one is None else _name(one.version) for one in adapters]
         self._wanted = [self._names[at] for at in wanted]
@@ -244,7 +250,7 @@ class AdapterSet:
                 f"LoRA adapter {folder.path} has {result.unexpected_keys[0]}, which this model has "
                 "no place for; give an adapter made for this model"
             )
-        if result.missing_keys:  # PEFT leaves them as they begin
+        if result.missing_keys:  # PEFT would leave them at their initial values
             raise InvalidAdapterError(
                 f"LoRA adapter {folder.path} lacks {result.missing_keys[0].replace(f'.{name}', '')}"
                 ", which its configuration asks for; save it again"
@@ -252,7 +258,8 @@ class AdapterSet:
         self._scale(folder, name)
 
     def _scale(self, folder: AdapterFolder, name: str) -> None:
-        """Set the scale of every module. PEFT would try each key of ``alpha_pattern`` on each."""
+        """Set the scale of every module. PEFT's own way matches each key of ``alpha_pattern``
+        against each module."""
         from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
         for path, layer in self._model.named_modules():
@@ -263,15 +270,15 @@ class AdapterSet:
                 layer.scaling[name] = folder.settings.scale(target)
 
     def _delete(self, name: str) -> None:
-        """Delete one adapter of several; another one is made active first, or PEFT would warn of
-        every module."""
+        """Delete one of several adapters. Another adapter is made active first; otherwise PEFT
+        would log a warning for each module."""
         self._peft.set_adapter(_name(next(iter(self._alone))))
         self._peft.delete_adapter(name)
         self._unwrap(kept=self._peft.peft_config)
 
     def _unwrap(self, kept: Any) -> None:
-        """Put back the modules that no adapter of ``kept`` changes, the inner ones first: PEFT
-        would keep them wrapped, or put a copy in their place."""
+        """Put back the original modules that no adapter of ``kept`` changes, inner modules first.
+        PEFT would keep them wrapped, or replace them by copies."""
         from peft.tuners.lora.layer import LoraLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -286,8 +293,8 @@ class AdapterSet:
                 self._reorder(original)
 
     def _reorder(self, module: Any) -> None:
-        """Put a module's parameters into the order that they had without adapters. Where PEFT
-        adapts a parameter itself, it takes it out for each forward, and appends it afterwards."""
+        """Restore the order of a module's parameters. When PEFT adapts a parameter directly, it
+        removes it for each forward and appends it again at the end."""
         parameters = module._parameters
         for name in self._order.get(module, ()):
             if name in parameters:
@@ -307,7 +314,7 @@ class AdapterSet:
         self._enable(True)
 
     def _enable(self, enabled: bool) -> None:
-        """Switch PEFT's layers on or off, where that changes something."""
+        """Switch PEFT's layers on or off, unless they already are."""
         if enabled == self._enabled:
             return
         if self._layers is None:
@@ -319,11 +326,11 @@ class AdapterSet:
         self._enabled = enabled
 
     def _changed(self) -> None:
-        """PEFT has wrapped or unwrapped modules: the new ones are on, whatever the others are, and
-        have no hook yet.
+        """Set up the layers again after PEFT has wrapped or unwrapped modules. New layers are on,
+        whatever the state of the others, and have no hook yet.
 
-        The hooks are ours, and stay. Those that PEFT makes for a mixed batch remain on its layers
-        if the batch raises, and name adapters for later batches.
+        The plugin sets hooks of its own, which stay. PEFT sets its hooks for each mixed batch; if
+        the batch raises, they would remain and name the wrong adapters for later batches.
         """
         self._active = self._enabled = None
         for hook in self._hooks:
@@ -348,7 +355,7 @@ class AdapterSet:
             return None
         names = self._wanted if layer is self._model.get_output_embeddings() else self._names
         if args[0].dim() == 2 and len(args[0]) == len(self._by_token):
-            names = self._by_token  # all sequences in one, as OPT and shared experts have them
+            names = self._by_token  # OPT and shared experts flatten all sequences into one
         return args, {**kwargs, "adapter_names": names}
 
 

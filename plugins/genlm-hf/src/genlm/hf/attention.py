@@ -13,10 +13,10 @@ from genlm.hf.partial import Partial, attend, partial_attention
 from genlm.hf.patterns import Pattern
 from genlm.hf.static_layout import StaticLayout
 
-#: The name under which models find it (``model.set_attn_implementation``).
+#: The name under which models find slot attention (``model.set_attn_implementation``).
 SLOT_ATTENTION = "genlm_slots"
 
-#: The keyword that carries the layout down to it.
+#: The keyword argument that carries the layout through the model to slot attention.
 LAYOUT_ARGUMENT = "genlm_layout"
 
 
@@ -28,8 +28,8 @@ def register_slot_attention() -> None:
 
 
 def use_attention_with_caps(model: Any) -> None:
-    """Let a model that caps attention's logits (Gemma 2, VaultGemma) not run by PyTorch's fused
-    attention, which has no caps: transformers 5.19 takes it by default."""
+    """Switch a model that caps attention logits (Gemma 2, VaultGemma) away from PyTorch's fused
+    attention. That has no caps, but transformers 5.19 chooses it by default."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
@@ -37,7 +37,8 @@ def use_attention_with_caps(model: Any) -> None:
 
 def attention_of(config: Any) -> dict[str, str]:
     """The attention implementations of a model and of its parts, as
-    ``model.set_attn_implementation`` takes them; a part that says none has that of the whole."""
+    ``model.set_attn_implementation`` takes them. A part without one of its own has that of the
+    whole model."""
     own = config._attn_implementation
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     inner = {
@@ -60,8 +61,8 @@ def slot_attention(
 
     Args:
         query: ``[tokens, heads, 1, dim]``: every token is a sequence of its own in the batch.
-        key, value: ``[slots, kv_heads, columns, dim]``: what the pool gave to the layer.
-        attention_mask: Used without a layout only; a layout makes its own masks.
+        key, value: ``[slots, kv_heads, columns, dim]``, as the pool returned them to the layer.
+        attention_mask: Used only without a layout, since a layout makes its own masks.
         genlm_layout: Which tokens belong to which segment.
 
     Returns:
@@ -91,7 +92,7 @@ def _over_trunks(
     value: torch.Tensor,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Attention where trunks lie below: ``[tokens, heads, dim]``.
+    """Attention of tokens whose segments continue trunks: ``[tokens, heads, dim]``.
 
     Attention over a trunk is one product for all tokens that share it. Its result and that over a
     token's own segment are merged by their log-sum-exps, which gives the softmax over both
@@ -111,7 +112,7 @@ def _over_trunks(
     whole = parts[0] if len(parts) == 1 else Partial.cat(parts)
     if kwargs.get("s_aux") is not None:
         whole = whole.with_sinks(kwargs["s_aux"])
-    # The heads that share a key are further queries: no key is read twice.
+    # The query heads that share a key become further queries, so that each key is read once.
     asked = query.view(query.shape[0], key.shape[1], -1, query.shape[-1])
     for tier in layout.tiers[pattern]:
         tokens = tier.tokens.on(query.device)
@@ -122,10 +123,11 @@ def _over_trunks(
 def _over_tier(
     tier: Tier, layer: int, asked: torch.Tensor, scale: float, softcap: float | None
 ) -> Partial:
-    """Attention of a tier's tokens, ``[tokens, kv_heads, groups, dim]``, over its trunks: of the
-    same shape, but as wide as values are."""
+    """Attention of a tier's tokens, ``[tokens, kv_heads, groups, dim]``, over the tier's trunks.
+    The output has the same shape, except that its last dimension is that of the values."""
     groups = asked.shape[2]
-    by_head = asked.transpose(0, 1).contiguous()  # so that those of a product are without a copy
+    # contiguous, so that the queries of one product need no copy
+    by_head = asked.transpose(0, 1).contiguous()
     outputs, log_sum_exps = [], []
     for part, keys, values, mask in tier.products(layer, asked.dtype, asked.device):
         queries = by_head[None, :, part].flatten(2, 3)
@@ -145,7 +147,7 @@ def _over_tier(
 def _attend(
     module: torch.nn.Module, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """PyTorch's fused attention, or the explicit formula where a model needs more than that has."""
+    """PyTorch's fused attention, or the explicit formula for capped logits and for sinks."""
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         return _explicit(module, query, key, value, mask, **kwargs)
     output: torch.Tensor = AttentionInterface()["sdpa"](module, query, key, value, mask, **kwargs)[
@@ -181,12 +183,13 @@ def _explicit(
         weights = torch.cat([logits, sinks], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
     else:
         weights = logits.softmax(dim=-1, dtype=torch.float32)
-    weights = torch.dropout(weights.to(value.dtype), dropout, train=True)  # 0, but for who trains
+    # dropout is 0 unless the model is in training mode
+    weights = torch.dropout(weights.to(value.dtype), dropout, train=True)
     return (weights @ value).transpose(1, 2).contiguous()
 
 
 def _additive(mask: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-    """A mask to add; none given means causal."""
+    """The mask in additive form; without a mask, the causal one."""
     lowest = torch.finfo(logits.dtype).min
     if mask is None:
         queries, keys = logits.shape[-2:]

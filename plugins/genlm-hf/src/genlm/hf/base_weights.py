@@ -1,4 +1,5 @@
-"""The base model below adapters: whether an adapter fits its weights, and what keeps them."""
+"""The base model below adapters: checks that an adapter fits its weights, and ways to keep PEFT
+from changing them."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from genlm.kit.adapter_files import PREFIX, WEIGHTS, AdapterFolder, Feature, rea
 def require_same_embeddings(
     model: Any, folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Reject an adapter whose copies of base weights belong to another model. PEFT saves embeddings
-    beside LoRA matrices of them, and modules that were trained whole.
+    """Reject an adapter that holds copies of another model's base weights. PEFT saves such copies
+    of embeddings with LoRA matrices, and of modules that were trained whole.
 
     Args:
         model: The base model.
@@ -60,9 +61,9 @@ def require_same_embeddings(
 
 
 def require_plain_weights(model: Any, folder: AdapterFolder) -> None:
-    """Reject an adapter for which PEFT would read quantised weights: it copies modules that were
-    trained whole, and reads the weights below DoRA. It would read other numbers than the weights
-    have (bitsandbytes packs 4-bit weights again for the CPU).
+    """Reject an adapter for which PEFT would read quantised weights, because it would misread them:
+    bitsandbytes repacks 4-bit weights for the CPU. PEFT reads base weights to copy modules that
+    were trained whole, and for DoRA.
 
     Raises:
         UnsupportedError: such weights are quantised.
@@ -72,7 +73,7 @@ def require_plain_weights(model: Any, folder: AdapterFolder) -> None:
         weight = getattr(module, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.is_floating_point():
             continue
-        # PEFT takes every module whose name ends with this one, and the modules inside it.
+        # PEFT retrains every module whose name ends with this one, and the modules inside it.
         is_retrained = any(f"{saved}." in f"{name}." for saved in folder.retrained)
         if is_retrained or below_dora:
             kind = Feature.RETRAINED if is_retrained else Feature.DORA
@@ -87,8 +88,8 @@ def require_plain_weights(model: Any, folder: AdapterFolder) -> None:
 def plain_state_dicts(model: torch.nn.Module) -> Iterator[None]:
     """Inside the block, ``state_dict()`` of every module only collects its tensors.
 
-    PEFT asks the whole model for the names of its own tensors. For a state dict, bitsandbytes
-    unpacks the 4-bit weights that it has packed for the CPU, in place: this loses precision and
+    PEFT asks the whole model for the names of its own tensors. To make a state dict, bitsandbytes
+    unpacks in place the 4-bit weights that it has packed for the CPU, which loses precision and
     changes scales.
     """
     plain = torch.nn.Module._save_to_state_dict

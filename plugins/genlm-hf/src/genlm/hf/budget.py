@@ -1,4 +1,4 @@
-"""How much memory key/value state may take."""
+"""How much memory the KV cache may take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 def budget(given: int | None, device: torch.device) -> int:
-    """The most bytes of key/value state to keep."""
+    """The most bytes that the KV cache may take."""
     return _default_budget(device) if given is None else given
 
 

@@ -1,4 +1,5 @@
-"""What a device takes to launch a kernel, in work that could be saved by one."""
+"""The cost of launching kernels on a device, in units of the work that a further kernel can
+save."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ class Costs:
     """How much extra work takes as long as launching more kernels on a device.
 
     Attributes:
-        slot_by_slot: Whether launching costs nothing, so that a fork copies slot by slot.
+        slot_by_slot: Whether launching costs so little that a fork copies slots one by one.
             Otherwise all slots are copied together, twice.
-        products: By how many tokens, times columns, attention over slots may be padded.
+        products: How much padding, in tokens times columns, costs as much as a further call of
+            attention over slots.
         plenty: See :class:`genlm.kit.kv.sharing.SharingCosts`. On an H200, launching the kernels of
             a trunk took as long as computing about this many positions in slots.
         forward: How many tokens take as long as one more forward.
@@ -25,7 +27,7 @@ class Costs:
     forward: int = 1024
 
 
-#: The costs by kind of device. All devices that are not listed launch kernels.
+#: The costs by type of device. All devices that are not listed have the costs of a GPU.
 COSTS = {"cpu": Costs(slot_by_slot=True, products=0, plenty=0, forward=16)}
 
 

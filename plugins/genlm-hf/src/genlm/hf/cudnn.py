@@ -10,11 +10,11 @@ import torch
 
 
 class WithoutCudnn(AbstractContextManager[None]):
-    """While any thread is in it, PyTorch's attention uses other kernels than cuDNN's.
+    """While any thread is inside the block, PyTorch's attention does not use cuDNN's kernels.
 
-    On Hopper PyTorch prefers cuDNN, which compiles a plan for each new shape: tens of milliseconds
-    of the host's time, and contexts that grow have a new shape in every step. The setting is one of
-    the process: it is as before once the last forward has ended.
+    On Hopper PyTorch prefers cuDNN, which compiles a plan for each new shape. This takes tens of
+    milliseconds of the host's time. Growing contexts have a new shape in every step. The setting is
+    global to the process, and is restored when the last forward has ended.
     """
 
     def __init__(self) -> None:
@@ -45,5 +45,5 @@ _without_cudnn = WithoutCudnn()
 
 
 def attention_kernels(device: torch.device) -> AbstractContextManager[None]:
-    """Which kernels attention may use in a forward on a device."""
+    """A context manager that limits the kernels of attention in a forward on a device."""
     return _without_cudnn if device.type == "cuda" else nullcontext()

@@ -1,4 +1,4 @@
-"""HFEngine: what the core talks to."""
+"""HFEngine, the object that implements the hooks of the core."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from genlm.kit.model_files import ids_of
 
 log = get_logger()
 
-#: Rows of long contexts may be off by this many times what the probe of short ones allows.
+#: For rows of long contexts, the tolerance that the probe found on short ones is multiplied by
+#: this.
 PROOF_MARGIN = 4.0
 
 
@@ -55,15 +56,15 @@ class HFEngine:
     """A transformers model behind the hooks of genlm-core.
 
     Args:
-        model: A causal language model; it is in evaluation mode until it is closed.
+        model: A causal language model. It stays in evaluation mode until the engine is closed.
         tokenizer: Its tokenizer.
         options: ``kv_cache_bytes``, ``max_batch_tokens`` and ``static`` matter here.
 
     Attributes:
         tokenizer, vocab_size, max_context, device, model: See :class:`genlm.core.types.Engine`.
-        dtype: In which type it computes.
-        lacking: Why hooks are not there, by their names.
-        reuse: How key/value state is reused with this model, found out by a probe.
+        dtype: The type in which the model computes.
+        lacking: For each missing hook, why it is missing.
+        reuse: How the KV cache is reused with this model, as the probe found out.
     """
 
     def __init__(self, model: Any, tokenizer: Any, options: HFOptions | None = None) -> None:
@@ -81,7 +82,7 @@ class HFEngine:
         self._runner = Runner(model.eval(), self._adapters, SlotPool(), layer_patterns(model))
         if why := _why_no_adapters(options):
             for hook in LORA_HOOKS:
-                setattr(self, hook, None)  # so it is none of this engine's
+                setattr(self, hook, None)  # pluggy then finds no such hook on this engine
                 self.lacking[hook] = why
         static = model.device.type == "cuda" if options.static is None else options.static
         choice = self._choose_reuse(static)
@@ -101,7 +102,8 @@ class HFEngine:
         self.tokenizer = tokenizer
         self._config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = _vocab_size(model, self._config)
-        self._width = self.vocab_size  # of rows; a step says how many ids are not padding
+        # of rows; later, each step gives the number of ids without padding
+        self._width = self.vocab_size
         self.max_context = longest_context(model)
         self.device = str(model.device)
         self.dtype = str(model.dtype).removeprefix("torch.")
@@ -110,16 +112,16 @@ class HFEngine:
         self.eos_token_ids = ids_of(getattr(generation, "eos_token_id", None))
 
     def _kind_of(self, model: Any) -> str:
-        """What must not change while it is served."""
+        """A description of what must not change while the model is served."""
         tokens = _vocab_size(model, self._config)
         return f"{tokens} tokens in {model.dtype} on {model.device}"
 
     def _choose_reuse(self, static: bool) -> Choice:
-        """Probe the model, perhaps for steps of constant shape too; on an error it is left as it
-        was before.
+        """Probe the model, with ``static`` also for steps of constant shape. On an error the model
+        is left as it was.
 
         Raises:
-            EngineError: it cannot be served.
+            EngineError: the model cannot be served.
         """
         window = attention_window(self.model) or getattr(self._config, "window_size", None)
         try:
@@ -144,7 +146,7 @@ class HFEngine:
 
     @staticmethod
     def _refuse(model: Any) -> None:
-        """Reject what cannot be served, before the model is changed.
+        """Reject an unsuitable model before anything in it is changed.
 
         Raises:
             EngineError: the model is not a causal language model, or is served already.
@@ -183,7 +185,7 @@ class HFEngine:
     def genlm_step(
         self, queries: Sequence[Query], dropped: Sequence[Query], width: int
     ) -> list[Answer]:
-        """Answer what about one chunk of ``max_batch_tokens`` is enough for."""
+        """Answer as many requests as about ``max_batch_tokens`` new tokens allow."""
         self._width = width
         if dropped:
             self._schedule.drop(set(dropped))
@@ -205,19 +207,20 @@ class HFEngine:
     def _with_nan_errors(
         self, queries: Sequence[Query], given: torch.Tensor | Sequence[torch.Tensor]
     ) -> Iterable[Any]:
-        """Rows or scores, with an error in the place of each that is NaN, if that is looked for."""
+        """Rows or scores, with an error in place of each NaN one if the engine looks for NaN."""
         return with_errors(queries, given, self._dtype) if self._looks_for_nan else given
 
     def _cold(self, sequence: TokenSequence) -> torch.Tensor:
-        """Its row from its tokens only, with the padding of the vocabulary."""
+        """The cold row of a sequence, including the padding tokens of the vocabulary."""
         return logprobs(self._evaluator.cold(sequence).logits)[0]
 
     def _answers(
         self, sequences: Sequence[TokenSequence], chunk: TokenSequence | None
     ) -> torch.Tensor:
-        """A row for each sequence; the chunk is computed for its state."""
+        """A row for each sequence. The chunk is computed too, but only for its state."""
         self._heed_hooks()
-        # First: where memory is short, the others may drive out what it goes on from.
+        # The chunk comes first: when memory is short, the others may evict the state that it
+        # continues from.
         ahead = [] if chunk is None else [chunk]
         unproven = self._evaluator.unproven(sequences) if sequences else None
         if unproven is not None:
@@ -230,8 +233,8 @@ class HFEngine:
         return self._rows(sequences)
 
     def _rows(self, sequences: Sequence[TokenSequence], cold: bool = False) -> torch.Tensor:
-        # Closed here: an error of ours would keep it, with what it has assigned, for as long as
-        # somebody keeps the error.
+        # The generator is closed here. Otherwise an error would keep it alive, with the slots it
+        # has assigned, for as long as somebody holds the error.
         with closing(self._evaluator.run(sequences, cold)) as results:
             some = [
                 (result.owners, logprobs(result.logits[:, : self._width])) for result in results
@@ -239,8 +242,8 @@ class HFEngine:
             return _in_order(some)
 
     def _heed_hooks(self) -> None:
-        """Where forward hooks have come or gone: drop what was computed with others, and see
-        whether state may be reused with these."""
+        """If forward hooks have been set or removed, drop the state computed with the old ones, and
+        find out whether state may be reused with the new ones."""
         effect = self._hooks.effect_of_change()
         if effect is None:
             return
@@ -251,24 +254,24 @@ class HFEngine:
             log.warning("kv.reuse_stopped", why=f"with its hooks {effect.why_not_reused}")
 
     def _agrees_with_cold(self, sequence: TokenSequence, row: torch.Tensor) -> bool:
-        """Whether a row agrees with a cold one. Where it does not, long contexts are computed cold
-        from now on: the evaluator is told."""
+        """Whether a row agrees with a cold one. If not, the evaluator computes long contexts cold
+        from now on."""
         try:
             cold = self._cold(sequence)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):  # longer than can be computed in one forward
+            if not is_out_of_memory(error):  # the context is too long to be computed in one forward
                 raise
             self._evaluator.prove(sequence.length, right=True)
             return True
         distance = apart(row, cold[: len(row)].log_softmax(-1))
-        right = distance <= PROOF_MARGIN * self._tolerance  # not if one is nan
+        right = distance <= PROOF_MARGIN * self._tolerance  # false if the distance is NaN
         right = right or distance <= MORE_NOISE * self._noise(sequence, cold)
         self._evaluator.prove(sequence.length, right)
         return right
 
     def _noise(self, sequence: TokenSequence, cold: torch.Tensor) -> float:
-        """How far a cold row is from itself beside another one: long contexts may round by more
-        than those that the probe computed."""
+        """The distance between two cold rows of a context, alone and in a batch with itself. Long
+        contexts may round more than the probe's short ones."""
         try:
             noise = noise_of(self._runner, [sequence.tokens], cold[None], sequence.adapter)
         except (RuntimeError, MemoryError) as error:
@@ -281,7 +284,8 @@ class HFEngine:
     def genlm_sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]], width: int
     ) -> Sequence[torch.Tensor]:
-        """One sequence per pair: logits of the continuation's positions only, reduced at once."""
+        """Each pair is one sequence. Only the logits of the continuation's positions are made, and
+        each forward's logits are reduced to scores at once."""
         self._heed_hooks()
         sequences = scored_sequences(queries, continuations)
         unproven = self._evaluator.unproven(sequences)
@@ -297,12 +301,12 @@ class HFEngine:
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
-        """Raises: EngineError: there is no room beside what is pinned, or it is NaN."""
+        """Raises: EngineError: there is no room beside the pinned prefixes, or the row is NaN."""
         self._heed_hooks()
         sequence = _sequence(query)
         if self.reuse is ReuseMode.NONE or self._evaluator.is_beyond(sequence.length):
-            return True  # nothing can be kept of it
-        if self._strategy.pin(sequence):  # its state is there
+            return True  # no state of it can be kept
+        if self._strategy.pin(sequence):  # its state is already kept
             return True
         if self._evaluator.keeps(sequence.length):
             nan = [bool(each.nan.any()) for each in self._evaluator.run([sequence])]
@@ -317,8 +321,9 @@ class HFEngine:
 
     @hookimpl
     def genlm_clear_kv_cache(self) -> None:
-        """Raises: EngineError: the model has become another one."""
-        with self._runner.head_may_change():  # who trains it may have put layers of PEFT's around
+        """Raises: EngineError: the model's type, device or vocabulary has changed."""
+        # a user who trains the model may have added PEFT's layers
+        with self._runner.head_may_change():
             self._strategy.clear()
         if self._kind != (kind := self._kind_of(self.model)):
             raise EngineError(
@@ -355,7 +360,7 @@ class HFEngine:
 
     @hookimpl
     def genlm_close(self) -> None:
-        """Leave the model as it was before."""
+        """Restore the model to its state before it was served."""
         self._strategy.clear()
         self._restore()
         del served_model(self.model)._genlm_engine
@@ -374,8 +379,8 @@ def _sequence(query: Query) -> TokenSequence:
 
 
 def _in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
-    """One row per sequence, from what the forwards gave: without a copy where one forward gave
-    all, in order."""
+    """The rows of several forwards in the order of the sequences. If one forward gave all of them
+    in order, nothing is copied."""
     if len(parts) == 1 and parts[0][0] == [*range(len(parts[0][0]))]:
         return parts[0][1]
     places = sorted(
@@ -383,7 +388,7 @@ def _in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
         for part, (owners, _) in enumerate(parts)
         for at, owner in enumerate(owners)
     )
-    runs: list[tuple[int, int, int]] = []  # of rows that stay neighbours: no index is needed
+    runs: list[tuple[int, int, int]] = []  # of neighbouring rows: slices need no index
     for _, part, at in places:
         if runs and (part, at) == (runs[-1][0], runs[-1][2]):
             runs[-1] = part, runs[-1][1], at + 1

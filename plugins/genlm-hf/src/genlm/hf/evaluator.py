@@ -19,28 +19,33 @@ from genlm.kit.memory import is_out_of_memory
 
 logger = get_logger()
 
-#: Which sequences to compute together, and whether their state is kept.
+#: The indices of sequences that are computed together, and whether their state is kept.
 Part = tuple[list[int], bool]
 
 
 class Evaluator:
     """Computes sequences with as few and as small forwards as the model allows.
 
-    It decides which sequences may share a call of the strategy (those of equal adapters, where
-    adapters cannot be mixed), whether a context's state is kept (not beyond the longest length for
-    which it was proven), which row is next compared with a cold one, and what is tried again where
-    memory runs out. It does not decide what a step computes (the schedule does), nor how a sequence
-    is computed (the strategy), nor where its state lies (the planner).
+    The evaluator decides
+
+    * which sequences may share a call of the strategy: only those with equal adapters, if adapters
+      cannot be mixed;
+    * whether a context's state is kept: not beyond the longest length for which reuse was proven;
+    * which row is next compared with a cold one;
+    * what is tried again when memory runs out.
+
+    The schedule decides what a step computes, the strategy how a sequence is computed, and the
+    planner where its state lies.
 
     Args:
-        strategy: How they are computed.
+        strategy: Computes the sequences.
         adapters: Says which sequences may share a forward.
         reuse_limit: The longest context whose state may be kept; ``None`` means no limit.
-        rows_apart: Whether beyond that limit every row needs a forward of its own.
+        rows_apart: Whether every row beyond that limit needs a forward of its own.
     """
 
-    #: The length of the first context whose row is compared with a cold one. Then follow the powers
-    #: of two.
+    #: The length of the first context whose row is compared with a cold one. The next lengths are
+    #: the powers of two above it.
     FIRST_CHECK = 16
 
     def __init__(
@@ -55,14 +60,14 @@ class Evaluator:
         self._reuse_limit = reuse_limit
         self._rows_apart = rows_apart
         self._next_check = self.FIRST_CHECK
-        #: Whether every row needs a whole forward of its own.
+        #: Whether every row needs a forward over its whole context.
         self.whole = False
 
     def unproven(self, sequences: Sequence[TokenSequence]) -> int | None:
-        """Which of some sequences to compare with a cold forward: the longest, where none of its
-        length has been compared yet; ``None`` where no comparison is due.
+        """The index of the sequence to compare with a cold forward: the longest one, if no context
+        as long has been compared yet. ``None`` if no comparison is due.
 
-        A model may change its attention beyond a length that nothing in its configuration tells.
+        A model may change its attention beyond a length that its configuration does not mention.
         The first context beyond each power of two is compared, so all comparisons together cost no
         more than twice the longest of them.
         """
@@ -72,13 +77,15 @@ class Evaluator:
         return at if due else None
 
     def compared_part(self, sequence: TokenSequence) -> TokenSequence:
-        """The beginning of a sequence whose length has been compared. From its state on the
-        comparison shows what changes beyond it; a whole forward would agree with itself."""
+        """The beginning of a sequence, up to the length that has been compared. The compared row is
+        then computed from the state of this beginning, because a forward over the whole context
+        would agree with itself."""
         return TokenSequence(sequence.tokens.first(self._next_check - 1), sequence.adapter)
 
     def prove(self, length: int, right: bool) -> None:
-        """Say what a comparison of a context of ``length`` tokens showed: where the row was wrong,
-        state is no longer kept for contexts as long as the last power of two, or longer."""
+        """Take the result of comparing a context of ``length`` tokens. If the row was wrong, state
+        is no longer kept for contexts longer than half of the length at which comparison was
+        due."""
         if right:
             self._next_check = 1 << length.bit_length()
             return
@@ -90,18 +97,18 @@ class Evaluator:
     def run(
         self, sequences: Sequence[TokenSequence], cold: bool = False
     ) -> Generator[Result, None, None]:
-        """Compute ``sequences``; every wanted row comes exactly once, those of one sequence
-        together and in order.
+        """Compute ``sequences``. Every wanted row is yielded exactly once; the rows of one sequence
+        come together and in order.
 
-        Where memory runs out, state is dropped; then forwards become smaller. A row that only a
-        later token of its forward has made nan is computed apart.
+        When memory runs out, state is dropped; then forwards become smaller. A row that is NaN only
+        because of a later token in the same forward is computed again without that token.
 
         Args:
-            sequences: What is wanted.
-            cold: Whether all is computed from their tokens only.
+            sequences: The sequences whose rows are wanted.
+            cold: Whether no kept state is used.
 
         Raises:
-            EngineError: one sequence alone is more than memory holds.
+            EngineError: one sequence alone does not fit into memory.
         """
         wanted, alone = list(sequences), set[int]()
         parts = [([*range(len(wanted))], False)] if cold else self._parts(sequences)
@@ -118,9 +125,9 @@ class Evaluator:
                 parts += self._smaller(wanted, given, indices, kept, alone, error)
 
     def pieces(self, sequence: TokenSequence) -> list[TokenSequence]:
-        """Sequences whose wanted rows, one after the other, are those of ``sequence`` as if each
-        was asked for alone: where a model changes its attention beyond a length for all positions
-        of a forward, no forward crosses that length."""
+        """The parts of ``sequence`` that need forwards of their own, so that each of its rows is
+        what it would be if requested alone. Beyond a certain length, some models change their
+        attention for all positions of a forward, so no forward may cross that length."""
         limit, first = 0 if self.whole else self._reuse_limit, sequence.latest_start
         if limit is None or sequence.length <= limit:
             return [sequence]
@@ -137,8 +144,8 @@ class Evaluator:
         return not self.is_beyond(length) and self._strategy.fits(length)
 
     def is_beyond(self, length: int) -> bool:
-        """Whether contexts of a length are too long for their state to be kept, however much room
-        there is."""
+        """Whether contexts of a length are too long for their state to be kept, regardless of
+        memory."""
         return self.whole or (self._reuse_limit is not None and length > self._reuse_limit)
 
     def continues(self, sequence: TokenSequence) -> bool:
@@ -156,7 +163,7 @@ class Evaluator:
         ]
 
     def batch_cost(self) -> BatchCost[Any]:
-        """What further sequences cost beside those of a batch."""
+        """The cost of adding further sequences to a batch."""
         return self._strategy.batch_cost()
 
     def cold(self, sequence: TokenSequence) -> Result:
@@ -165,7 +172,7 @@ class Evaluator:
         return result
 
     def _parts(self, sequences: Sequence[TokenSequence]) -> list[Part]:
-        """What may share forwards, the first last."""
+        """The groups of sequences that may share forwards, in reverse order."""
         parts: list[Part] = []
         lengths = [sequence.length for sequence in sequences]
         kept = {length for length in {*lengths} if self.keeps(length)}
@@ -179,24 +186,23 @@ class Evaluator:
     ) -> Iterator[Result]:
         if kept:
             return self._strategy.compute(sequences, indices)
-        # Where attention depends on the length, it may depend on that of padding too.
+        # If attention depends on the length, it may depend on the length with padding too.
         alike = any(self.is_beyond(sequences[at].length) for at in indices)
         return self._strategy.plain(sequences, indices, padded=not alike)
 
     def _without_later(
         self, result: Result, wanted: Sequence[TokenSequence], given: Mapping[int, int]
     ) -> Result:
-        """The same, where each row that is nan has been computed again without the tokens that come
-        after it.
+        """``result``, with each NaN row computed again without the tokens that come after it.
 
         Args:
-            result: What a forward gave.
+            result: The result of a forward.
             wanted: All sequences.
-            given: How many rows of each came before.
+            given: For each sequence, how many of its rows came before.
         """
         if not (result.has_later and bool(result.nan.any())):
             return result
-        broken: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # rows and positions
+        broken: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # (row, position)
         before = Counter(given)
         for row, (owner, is_nan) in enumerate(zip(result.owners, result.nan.tolist(), strict=True)):
             if is_nan:
@@ -213,8 +219,8 @@ class Evaluator:
     def _first_numbers(
         self, sequence: TokenSequence, positions: Sequence[int]
     ) -> Sequence[torch.Tensor]:
-        """The rows of the first of some positions, as many as there are before a token that is nan
-        itself, which a few forwards find out."""
+        """The rows of the first ``positions``, up to the token that makes rows NaN, which a
+        bisection finds."""
         found: Sequence[torch.Tensor] = ()
         right, wrong = 0, len(positions) + 1
         while right + 1 < wrong:
@@ -238,8 +244,9 @@ class Evaluator:
         alone: set[int],
         error: Exception,
     ) -> list[Part]:
-        """Where memory ran out: drop state, and try again in halves, one ``alone`` without keeping
-        its state. What there are rows of already is not ``wanted`` again."""
+        """After memory ran out, drop state and return the halves to try again. A single sequence is
+        tried ``alone``, without keeping its state. Rows that were already given are removed from
+        ``wanted``."""
         self._strategy.drop_unpinned()
         left = [at for at in indices if given[at] < wanted[at].keep]
         if len(left) == 1 and not kept:

@@ -17,15 +17,15 @@ class ForwardHooks:
         is_ours: Whether a hook is the plugin's own.
 
     Attributes:
-        inside: PyTorch's numbers, which it never uses again, of hooks that others have set inside
-            of the model or on all modules, when :meth:`look` was last called. Those on the model
-            itself see token ids, and logits of wanted positions only.
-        are_foreign: Whether others had set any then, on the model itself too.
+        inside: PyTorch's numbers, which are never reused, of the hooks that the user has set inside
+            the model or for all modules, as of the last :meth:`look`. Hooks on the model itself are
+            left out: they get token ids, and logits of the wanted positions only.
+        are_foreign: Whether the user had set any hook then, also on the model itself.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module], is_ours: Callable[[Any], bool]) -> None:
         self._is_ours = is_ours
-        # Listed once, as the modules are: they are walked over before each step.
+        # The tables of hooks are listed once, because they are walked over before each step.
         model, *others = modules
         self._inside = [
             (-1, of_torch._global_forward_hooks),
@@ -37,13 +37,13 @@ class ForwardHooks:
         self.look()
 
     def look(self) -> None:
-        """Set the attributes; called before each step."""
+        """Update the attributes. This is called before each step."""
         self.inside = self._foreign(self._tables)
         self.are_foreign = bool(self.inside or self._foreign(self._on_model))
 
     def functions(self) -> list[tuple[int, Any]]:
-        """All functions that are hooks inside of the model or on all modules, also ours, with the
-        index of their module."""
+        """The functions of all hooks inside the model or for all modules, the plugin's own
+        included, each with the index of its module."""
         return [(at, hook) for at, hooks in self._inside for hook in hooks.values()]
 
     def _foreign(self, tables: Sequence[dict[int, Any]]) -> list[int]:

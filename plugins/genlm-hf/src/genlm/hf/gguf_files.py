@@ -1,7 +1,7 @@
-"""GGUF files: what transformers passes over in them is applied, or rejected by name.
+"""GGUF files: settings and tensors that transformers ignores are applied, or rejected by name.
 
-transformers takes the settings and tensors that its tables name, and drops the others. A model
-without its rotary scaling, for one, is another model.
+transformers takes the settings and tensors that its tables name, and silently drops the others,
+such as rotary scaling. The model would then be another one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from genlm.core.logs import get_logger
 
 logger = get_logger()
 
-#: What attribute of a configuration says the same as a key; the first that the configuration has.
+#: For each GGUF key, the attribute of a configuration that has the same meaning. Of several, the
+#: first that the configuration has.
 SETTINGS = {
     "attention.key_length": ("head_dim",),
     "attention.key_length_swa": ("head_dim",),
@@ -39,27 +40,27 @@ SETTINGS = {
     "final_logit_softcapping": ("final_logit_softcapping",),
 }
 
-#: Keys that change no row of a causal model, or that say what the tensors do.
+#: Keys without influence on the rows of a causal model, or whose content follows from the tensors.
 NEUTRAL = (
     "attention.causal", "attention.value_length", "attention.value_length_swa", "context_length",
     "expert_gating_func", "pooling_type", "rope.dimension_count_swa", "rope.scaling.finetuned",
     "tensor_data_layout", "use_parallel_residual", "vocab_size",
 )  # fmt: skip
 
-#: Tensors that hold the plain frequencies, or that belong to settings of the configuration.
+#: Tensors that hold the unscaled frequencies, or that belong to settings of the configuration.
 NEUTRAL_TENSORS = ("attn_rot_embd.weight",)
 
-#: The switches of biases, and parts of the names of their tensors.
+#: For each attribute that switches biases on, a part of the names of these biases' tensors.
 BIASES = {"attention_bias": "attn_", "mlp_bias": "ffn_"}
 
-#: Which architectures are left to transformers: it reads their keys whole.
+#: Architectures whose keys transformers reads completely; their files are not changed here.
 LEFT_ALONE = ("gpt-oss", "lfm2", "qwen35", "qwen35moe", "t5", "t5encoder")
 
-#: How the long and the short factors of Phi 3 are called.
+#: The names of the tensors with the long and the short factors of Phi 3.
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 FREQUENCIES = "rope_freqs.weight"
 
-#: What messages advise.
+#: The remedy in error messages.
 ELSEWHERE = "load the model's own folder (config.json and safetensors)"
 
 
@@ -84,17 +85,18 @@ class GGUFFile:
                 values = read_field(reader, key)
                 self._settings[key.removeprefix(start)] = values[0] if len(values) == 1 else values
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        # What is left for the rotary embedding of the loaded model, where no setting says it.
+        # Factors for the rotary embedding of the loaded model, if no setting can express them.
         self._factors: torch.Tensor | None = None
 
     def complete(self, config: Any) -> None:
-        """Let a configuration say what the file says.
+        """Complete a configuration with the file's settings.
 
         Args:
-            config: What transformers has made of the file.
+            config: The configuration that transformers has made from the file, changed in place.
 
         Raises:
-            EngineError: the file has keys or tensors that nothing takes.
+            EngineError: the file has keys or tensors that neither transformers nor this class can
+                apply.
         """
         if self.architecture in LEFT_ALONE:
             return
@@ -110,10 +112,10 @@ class GGUFFile:
             )
 
     def correct(self, model: Any) -> None:
-        """Give the loaded model what no setting of its configuration says.
+        """Apply to the loaded model what its configuration cannot express.
 
         Raises:
-            EngineError: it cannot be given.
+            EngineError: the model has no place for it.
         """
         if self._factors is None:
             return
@@ -150,7 +152,7 @@ class GGUFFile:
         config.rope_parameters = kinds.get("", kinds)
 
     def _scaling(self, config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
-        """The scaling of the rotary embedding, in transformers' names."""
+        """The settings that scale the rotary embedding, under transformers' names."""
         said = self._scaling_keys()
         factor, original = said.get("factor"), said.get("original_context_length")
         if LONG in self._tensors:
@@ -192,8 +194,8 @@ class GGUFFile:
     def _llama3(
         self, factors: torch.Tensor, rope: Mapping[str, Any], config: Any
     ) -> dict[str, Any]:
-        """The settings by which Llama 3.1 and later divide frequencies by these factors. Where
-        there are none, the loaded model's frequencies are divided."""
+        """The settings with which Llama 3.1 and later divide frequencies by these factors. If no
+        settings give these factors, the frequencies of the loaded model are divided instead."""
         if bool((factors == 1.0).all()):
             return {}
         pairs = torch.arange(len(factors), dtype=torch.float64) / len(factors)
@@ -219,10 +221,12 @@ class GGUFFile:
         held = self._tensors[tensor]
         return torch.from_numpy(dequantize(held.data, held.tensor_type).copy()).flatten().float()
 
-    # --- what is lost -----------------------------------------------------------------------------
+    # --- what transformers would lose
+    # --------------------------------------------------------------
 
     def _lost_settings(self, config: Any) -> Iterator[tuple[str, Any]]:
-        """Set what an attribute of the configuration says too; the keys that are left."""
+        """Set the attributes of the configuration that correspond to keys; yield the keys without
+        an attribute."""
         for key, value in self._settings.items():
             if key in NEUTRAL or key in self._taken(config) or value in (None, False, 0, 0.0):
                 continue
@@ -237,7 +241,8 @@ class GGUFFile:
                 yield key, value
 
     def _taken(self, config: Any) -> set[str]:
-        """The keys that transformers takes, and those of the rotary embedding."""
+        """The keys that transformers reads, and the keys of the rotary embedding, which this class
+        reads."""
         from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
 
         known = GGUF_TO_TRANSFORMERS_MAPPING["config"]
@@ -255,7 +260,8 @@ class GGUFFile:
         return taken
 
     def _lost_tensors(self, config: Any) -> list[str]:
-        """Switch on what biases the file has; the tensors for which the model has no place."""
+        """Switch on the biases that the file has; return the tensors for which the model has no
+        place."""
         lost = self._unmapped(config)
         for switch, part in BIASES.items():
             asked = any(part in name and name.endswith(".bias") for name in lost)
@@ -276,7 +282,7 @@ class GGUFFile:
             model = AutoModelForCausalLM.from_config(config)
         processor = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)(config.to_dict())
         known = set(get_gguf_hf_weights_map(model, processor))
-        known |= {LONG, SHORT, FREQUENCIES, "output.weight"}  # these are handled elsewhere
+        known |= {LONG, SHORT, FREQUENCIES, "output.weight"}  # `GGUFFile` handles these itself
         return [
             name
             for name in self._tensors
@@ -297,7 +303,8 @@ def _head_size(config: Any) -> int:
 
 
 def _layer_types(pattern: int | Sequence[bool], layers: int) -> list[str]:
-    """Which layers have a window: by a flag each, or all but the last of so many."""
+    """The type of each layer. The pattern is a flag for each layer, or an integer ``n``: then all
+    layers but each ``n``-th have a window."""
     if isinstance(pattern, int):
         flags = [bool((layer + 1) % pattern) for layer in range(layers)]
     else:

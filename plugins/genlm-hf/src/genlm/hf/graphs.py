@@ -1,4 +1,4 @@
-"""Recorded steps: CUDA graphs, or what stands for them where there is no CUDA."""
+"""Recorded steps: CUDA graphs, and the protocol that other recorders follow."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 class Recording(Protocol):
-    """What a step does on the device, to be done again.
+    """The operations of a step on the device, which can be repeated.
 
     Attributes:
-        result: What it gives, in memory of the recording: the next replay of this one or of another
-            one of the same recorder writes over it.
+        result: The result of the step, in memory of the recording. The next replay of any recording
+            of the same recorder overwrites it.
     """
 
     result: torch.Tensor
 
     def replay(self) -> None:
-        """Do it again, on the same memory."""
+        """Repeat the step on the same memory."""
 
 
 class Recorder(Protocol):
@@ -32,14 +32,14 @@ class Recorder(Protocol):
     nbytes: int
 
     def record(self, step: Callable[[], torch.Tensor]) -> Recording:
-        """Record a step that has run before. Whether it computes meanwhile is not said.
+        """Record a step that has run before. The step may or may not be computed meanwhile.
 
         Raises:
             Exception: the step cannot be recorded.
         """
 
     def forget(self) -> None:
-        """All recordings have been dropped."""
+        """Free the memory of all recordings, none of which is used any more."""
 
 
 class CudaGraph:
@@ -47,7 +47,7 @@ class CudaGraph:
 
     Args:
         graph: The graph.
-        result: What the step gives.
+        result: The result of the step.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # PyTorch's own stream for this would be on the GPU that is asked for one first.
+        # PyTorch's default stream for recording would be on the GPU that first asked for one.
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.forget()
 
@@ -76,7 +76,7 @@ class CudaGraphs:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
-        # Of this thread only: the program's other threads may use the GPU meanwhile.
+        # "thread_local", because other threads of the program may use the GPU meanwhile.
         mode = "thread_local"
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
             result = step()
@@ -89,5 +89,5 @@ class CudaGraphs:
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """What records the steps of a device; ``None`` where nothing does."""
+    """The recorder for a device; ``None`` if its steps cannot be recorded."""
     return CudaGraphs(device) if device.type == "cuda" else None

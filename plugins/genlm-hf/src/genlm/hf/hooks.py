@@ -1,4 +1,5 @@
-"""Forward hooks of others, as for steering, that come and go on a model in use."""
+"""The user's forward hooks, for instance for steering, which may be set and removed while the model
+is served."""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ from genlm.hf.reuse import Choice
 from genlm.hf.runner import Runner
 from genlm.hf.trials import TRIALS
 
-#: Of how many sets of hooks is known what they do: a program may set and remove the same ones
+#: For how many sets of hooks the effect is remembered: a program may set and remove the same hooks
 #: around each request.
 KNOWN_SETS = 16
 
 
 @frozen
 class Effect:
-    """What a change of hooks means.
+    """The effect of a change of hooks.
 
     Attributes:
-        changes_rows: Whether plain forwards give other rows than before.
-        why_not_reused: Why rows from reused state are not those of plain forwards; ``None`` where
-            they are.
+        changes_rows: Whether the rows of plain forwards changed.
+        why_not_reused: Why rows from reused state differ from those of plain forwards; ``None`` if
+            they agree.
     """
 
     changes_rows: bool
@@ -34,11 +35,11 @@ class Effect:
 
 
 class ForeignHooks:
-    """The hooks inside of a model that are not the plugin's.
+    """The hooks inside a model that are not the plugin's.
 
-    A hook may do what depends on a token's place in the forward, such as on the last position. With
-    reused state that is another place, so for each set of hooks the probe's contexts are computed
-    again, in plain forwards and in the mode of reuse.
+    What a hook does may depend on a token's place in the forward; it may change the last position,
+    for instance. With reused state, tokens have other places. So for each set of hooks, the probe's
+    contexts are computed again, in plain forwards and in the reuse mode.
 
     Args:
         runner: Runs forwards.
@@ -53,7 +54,7 @@ class ForeignHooks:
         self._remember(runner.hooks.functions(), choice.expected, None)
 
     def effect_of_change(self) -> Effect | None:
-        """What has come of hooks since the last call; ``None`` if there are the same."""
+        """The effect of hooks set or removed since the last call; ``None`` if they are the same."""
         hooks = self._runner.hooks
         hooks.look()
         numbers = hooks.inside
@@ -69,22 +70,25 @@ class ForeignHooks:
         return Effect(changed, why)
 
     def _remember(self, functions: Any, rows: torch.Tensor, why: str | None) -> None:
-        """The functions too: while they are here, no other one has the identity of one of them."""
+        """Remember the effect of a set of hooks. The functions are kept too: as long as they exist,
+        no other function can have the same identity."""
         self._known[_key(functions)] = functions, rows, why
         self._known.move_to_end(_key(functions))
         while len(self._known) > KNOWN_SETS:
             self._known.popitem(last=False)
 
     def _tried(self) -> tuple[torch.Tensor, str | None]:
-        """The rows of plain forwards with the hooks that are there, and why state is not reused."""
+        """The rows of plain forwards with the current hooks, and why state cannot be reused with
+        them."""
         runner, choice = self._runner, self._choice
         rows, pool = plain_rows(runner, choice.contexts), runner.pool
-        runner.pool = SlotPool()  # beside what is kept
+        runner.pool = SlotPool()  # a pool of its own, beside the kept state
         try:
             why = disagreement(
                 runner, TRIALS[choice.reuse], choice.contexts, rows, choice.tolerance
             )
-        except Exception as error:  # a hook may raise anything for tensors it does not expect
+        # A hook may raise any exception for tensors that it does not expect.
+        except Exception as error:
             why = f"{type(error).__name__}: {error}"[:200]
         finally:
             runner.pool = pool

@@ -1,4 +1,4 @@
-"""How the tokens of one forward lie in the key/value state."""
+"""Where the tokens of one forward lie in the KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from genlm.hf.patterns import Pattern
 from genlm.hf.upload import Indices, Places, Upload
 from genlm.kit.segments import Segment, Slot, Trunk
 
-#: A group may compute attention for this many padding tokens, and half of its tokens more.
+#: The padding that a group's attention may have: this many tokens, plus half of the group's own.
 SPARE_TOKENS = 32
 
 MaskKey = tuple[Pattern, torch.dtype, torch.device]
@@ -27,22 +27,22 @@ def ranges(starts: Iterable[int], stops: Iterable[int]) -> list[int]:
 
 
 class Chunks:
-    """The parts of sequences that one forward computes, each in one segment: those in slots first,
-    by ascending slot, then those in trunks.
+    """The parts of sequences that one forward computes. Each lies in one segment. Parts in slots
+    come first, by ascending slot; parts in trunks follow.
 
     Args:
         parts: Segments, each with the start and stop (exclusive) of the positions to compute.
 
     Attributes:
-        segments: Where they are kept.
-        starts, stops, sizes: Their positions, and how many these are.
-        bases: The first positions of their segments.
-        firsts, lasts: The columns of their segments, the last one exclusive.
-        ends: Where their tokens end among those of the forward.
+        segments: The segment of each part.
+        starts, stops, sizes: The positions of each part, and their number.
+        bases: The first position of each part's segment.
+        firsts, lasts: The columns of each part within its segment, the last one exclusive.
+        ends: Where each part's tokens end among all tokens of the forward.
     """
 
     def __init__(self, parts: Iterable[tuple[Segment, int, int]]) -> None:
-        # Columns, each made at once: a forward may have a thousand chunks, or one.
+        # One tuple for each attribute, since a forward may have one chunk or a thousand.
         self.segments, self.starts, self.stops = zip(*parts, strict=True)
         self.sizes = [*map(sub, self.stops, self.starts)]
         self.bases = [segment.start for segment in self.segments]
@@ -54,7 +54,7 @@ class Chunks:
 class Layout:
     """Which slots of the pool a forward reads, and where it writes."""
 
-    #: The length that models are told the cache has; only uniform layouts have one.
+    #: The length of the cache that models are told; only uniform layouts have one.
     past: int = 0
 
     def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:
@@ -74,7 +74,7 @@ class Layout:
 
 
 class ChunkLayout(Layout):
-    """The layout of chunks, which lists their slots anew for each forward.
+    """The layout of chunks. It lists their slots anew for each forward.
 
     Args:
         slots: The slots, ascending.
@@ -98,8 +98,8 @@ def _indices_of(chunks: Chunks) -> list[int]:
 
 
 class UniformLayout(ChunkLayout):
-    """Chunks of equal start and size: ``[len(chunks), size]`` tokens, as any model expects
-    them."""
+    """Chunks of equal start and size. They form a rectangle of ``[len(chunks), size]`` tokens, as
+    any model expects."""
 
     def __init__(self, chunks: Chunks, upload: Upload) -> None:
         self.past, self._stop = chunks.starts[0], chunks.stops[0]
@@ -110,14 +110,14 @@ class UniformLayout(ChunkLayout):
 
 
 class PackedLayout(ChunkLayout):
-    """Any chunks: every token is a sequence of its own in the batch, and only attention
-    knows which belong together.
+    """Chunks of any start and size. Every token is a sequence of its own in the batch, and only
+    attention knows which tokens belong together.
 
     So no forward is padded: 31 contexts that grow by one token and a new one of 200 are a forward
     over 231 tokens.
 
     Args:
-        chunks: What is computed.
+        chunks: The chunks to compute.
         patterns: What each layer attends to.
         upload: Takes the indices.
         device: What computes.
@@ -163,20 +163,20 @@ class PackedLayout(ChunkLayout):
 
 
 class Group:
-    """Neighbouring slots of a packed layout, or one trunk that is being computed: their attention
-    is computed together, padded to the longest chunk among them.
+    """Neighbouring slots of a packed layout, or one trunk that is being computed. The attention of
+    a group's tokens is computed together, padded to the longest of its chunks.
 
     Args:
-        chunks: All that the forward computes.
-        which: Those of the group.
+        chunks: All chunks of the forward.
+        which: The chunks of the group.
         upload: Takes the indices.
 
     Attributes:
-        segment: What keeps the first.
-        tokens: The place of their tokens in the forward.
-        columns: Where the first is kept.
+        segment: The segment of the first chunk.
+        tokens: The places of the group's tokens in the forward.
+        columns: The columns of the first chunk.
         size: Tokens per slot, padding included.
-        width: Columns to read.
+        width: How many columns are read.
     """
 
     def __init__(self, chunks: Chunks, which: slice, upload: Upload) -> None:
@@ -188,8 +188,8 @@ class Group:
         self.tokens = slice(end - sum(sizes), end)
         self.columns = slice(firsts[0], lasts[0])
         self.size, self.width = max(sizes), max(lasts)
-        # Where something is padded: the token of every place in the padded rectangle (where there
-        # is none, any), and the place of every token.
+        # If the group is padded: for every place of the padded rectangle, its token (any token, if
+        # the place is padding); and for every token, its place.
         self._ragged: tuple[Indices, Indices] | None = None
         if min(sizes) < self.size:
             begins = range(0, self._count * self.size, self.size)
@@ -239,7 +239,7 @@ class Group:
     def mask(
         self, pattern: Pattern, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor | None:
-        """Additive ``[slots, 1, size, width]``; ``None`` where plain causal attention does the
+        """An additive mask, ``[slots, 1, size, width]``; ``None`` if plain causal attention is the
         same."""
         key = (pattern, dtype, device)
         if key not in self._masks:
@@ -263,9 +263,9 @@ class Product:
 
     Attributes:
         trunk: The trunk.
-        length: How many of its positions belong to these tokens' contexts.
-        nearest, farthest: The first and the last of their positions.
-        tokens: Their places in the forward.
+        length: How many of the trunk's positions belong to the contexts of these tokens.
+        nearest, farthest: The lowest and the highest position of the tokens.
+        tokens: The places of the tokens in the forward.
     """
 
     trunk: Trunk
@@ -280,18 +280,18 @@ class Product:
         return slice(max(first, 0), self.length)
 
     def is_seen(self, pattern: Pattern) -> bool:
-        """Whether some of the tokens attend to some of it."""
+        """Whether any of the tokens attends to any position of the trunk."""
         return pattern.first_seen(self.nearest) < self.trunk.start + self.length
 
 
 class Tier:
-    """Attention over all trunks with equally many trunks below them, in layers of one pattern. A
-    token stands on one of them at most, so what they give is merged together.
+    """Attention over all trunks with equally many trunks below them, in layers of one pattern. The
+    context of a token contains at most one of these trunks, so their results are merged at once.
 
     Args:
         pattern: What the layers attend to.
-        products: Each of which attends to something.
-        positions: Of all tokens of the forward.
+        products: The products, each with tokens that attend to its trunk.
+        positions: The position of every token of the forward.
         upload: Takes the indices.
 
     Attributes:
@@ -312,13 +312,13 @@ class Tier:
     def products(
         self, layer: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """For each trunk its part of ``tokens``, its keys and values, ``[1, heads, columns, dim]``,
-        and an additive mask ``[1, 1, n, columns]``, or ``None`` where each token attends to all of
-        them.
+        """For each trunk: its part of ``tokens``; its keys and values, ``[1, heads, columns,
+        dim]``; and an additive mask ``[1, 1, n, columns]``, or ``None`` if each token attends to
+        all columns.
 
         Args:
             layer: The layer.
-            dtype, device: Of the masks.
+            dtype, device: The type and device of the masks.
         """
         masks = self._masks.get((dtype, device))
         if masks is None:
@@ -351,7 +351,8 @@ def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _tiers(
     chunks: Chunks, patterns: Sequence[Pattern], positions: Indices, upload: Upload
 ) -> dict[Pattern, list[Tier]]:
-    """What layers of each pattern attend to in trunks; nothing where there are no trunks."""
+    """For each attention pattern, the tiers over whose trunks attention is computed; empty without
+    trunks."""
     found: dict[Pattern, list[Tier]] = {}
     tiers = _products(chunks)
     for pattern in {*patterns} if tiers else ():
@@ -361,7 +362,8 @@ def _tiers(
 
 
 def _products(chunks: Chunks) -> list[list[Product]]:
-    """The tokens by the trunks below them, and those by how many others are below each."""
+    """The products of tokens with the trunks below them, one list for each number of trunks
+    below."""
     above: dict[tuple[Trunk, int], list[int]] = {}
     for at in compress(range(len(chunks.bases)), chunks.bases):
         for shared in chunks.segments[at].path():
@@ -379,8 +381,9 @@ def _products(chunks: Chunks) -> list[list[Product]]:
 
 
 def _groups(sizes: Sequence[int], spare: int) -> list[slice]:
-    """Cut slots, of so many tokens each, where padding them together would waste more attention
-    than another call costs: half as many tokens as there are, and so many spare ones."""
+    """Divide slots, which have ``sizes`` tokens, into groups. A group ends where padding it further
+    would cost more than another call of attention: more than half of the group's own tokens plus
+    ``spare`` tokens."""
     groups: list[slice] = []
     first = longest = total = 0
     for at, size in enumerate(sizes) if len({*sizes}) > 1 else ():

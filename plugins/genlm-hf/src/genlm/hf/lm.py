@@ -11,8 +11,8 @@ from genlm.core.checks import safe_repr
 from genlm.core.options import CoreOptions, refuse_unknown
 from genlm.core.types import Engine
 
-#: The options of :class:`~genlm.hf.options.HFOptions` for a model already loaded; the others say
-#: how to load one.
+#: The options of :class:`~genlm.hf.options.HFOptions` that apply to a loaded model. The others say
+#: how to load a model.
 ENGINE_OPTIONS = ("kv_cache_bytes", "max_batch_tokens", "static")
 
 

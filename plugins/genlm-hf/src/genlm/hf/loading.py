@@ -31,7 +31,7 @@ from genlm.kit.tokenizer_files import follow_file
 
 logger = get_logger()
 
-#: The arguments of ``from_pretrained`` that say where the files are; the tokenizer needs them too.
+#: The arguments of ``from_pretrained`` that locate the files; the tokenizer needs them too.
 SOURCE_ARGUMENTS = (
     "revision",
     "token",
@@ -45,7 +45,7 @@ SOURCE_ARGUMENTS = (
 #: The modes of ``torch.compile`` that capture CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
-#: Types of weights, for messages.
+#: Examples of types of weights, for error messages.
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -61,8 +61,8 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
         InvalidOptionError: the options contradict each other, or the folder holds several GGUF
             files.
         ModelNotFoundError: the folder has no tokenizer, or the checkpoint lacks weights.
-        EngineError: the model is none that continues text.
-        OSError: there is no such model, as transformers says it.
+        EngineError: the model is not a causal language model.
+        OSError: transformers' own error: there is no such model.
     """
     arguments = dict(options.hf_opts)
     tokenizer_name = arguments.pop("tokenizer", None)
@@ -101,11 +101,11 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
 
 
 def _from_pretrained(name: str, arguments: Mapping[str, Any]) -> tuple[Any, Any]:
-    """A causal language model, with what was found of its weights; also one that sees or hears as
-    well, which is asked for text only.
+    """A causal language model, and transformers' report of which weights were found. Multimodal
+    models are loaded too, and used for text only.
 
     Raises:
-        EngineError: transformers has no such model of the checkpoint's family.
+        EngineError: transformers has no causal language model of the checkpoint's family.
     """
     family = ""
     for kind in (AutoModelForCausalLM, AutoModelForMultimodalLM):
@@ -124,7 +124,7 @@ def _from_pretrained(name: str, arguments: Mapping[str, Any]) -> tuple[Any, Any]
 
 
 def _refuse_argument(error: TypeError, given: Mapping[str, Any]) -> None:
-    """Raises: InvalidOptionError: a model's class does not take one of ``hf_opts``."""
+    """Raises: InvalidOptionError: the model's class does not take one of ``hf_opts``."""
     unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     if unexpected is None or unexpected[1] not in given:
         return
@@ -147,8 +147,8 @@ def _load_tokenizer(name: str, source: Mapping[str, Any]) -> Any:
 
 
 def _require_weights(name: str, model: Any, found: Mapping[str, Any]) -> None:
-    """Raises: ModelNotFoundError: some of the model's weights were not in the checkpoint, or of
-    another shape there, so they are random now."""
+    """Raises: ModelNotFoundError: some weights were missing from the checkpoint, or had another
+    shape there, so they are random now."""
     mismatched = [key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]]
     if missing := sorted({*found["missing_keys"], *mismatched}):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -160,8 +160,8 @@ def _require_weights(name: str, model: Any, found: Mapping[str, Any]) -> None:
 
 
 def _place(arguments: dict[str, Any], options: HFOptions) -> str | None:
-    """Complete the arguments by type, quantisation and place; return the device to move the loaded
-    model to, if any."""
+    """Add type, quantisation and device to the arguments. Return the device to which the model must
+    be moved after loading, if any."""
     cuda = torch.cuda.is_available()
     device = options.device
     if device is not None and "device_map" in arguments:
@@ -204,7 +204,7 @@ def _place(arguments: dict[str, Any], options: HFOptions) -> str | None:
 
 
 def _check_device(device: Any) -> None:
-    """Raises: InvalidOptionError: this machine has no such device."""
+    """Raises: InvalidOptionError: the machine does not have this device."""
     there = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     if torch.backends.mps.is_available():
         there.append("mps")
@@ -229,7 +229,7 @@ def _check_device(device: Any) -> None:
 
 
 def _check_mode(options: HFOptions, device: str) -> None:
-    """Raises: InvalidOptionError: ``compile_opts`` asks for CUDA graphs, or for what
+    """Raises: InvalidOptionError: ``compile_opts`` asks for CUDA graphs, or for a mode that
     ``torch.compile`` does not have."""
     given = options.compile_opts or {}
     _check_arguments("compile_opts", given, torch.compile)
@@ -242,7 +242,7 @@ def _check_mode(options: HFOptions, device: str) -> None:
 
 
 def _check_arguments(option: str, given: Mapping[str, Any], taker: Callable[..., Any]) -> None:
-    """Raises: InvalidOptionError: ``taker`` names no such argument; transformers ignores it."""
+    """Raises: InvalidOptionError: ``taker`` has no such argument; transformers would ignore it."""
     known = inspect.signature(taker).parameters
     for name in given:
         if name not in known:
@@ -250,7 +250,7 @@ def _check_arguments(option: str, given: Mapping[str, Any], taker: Callable[...,
 
 
 def _check_dtype(dtype: Any) -> None:
-    """Raises: InvalidOptionError: it is not a type of weights."""
+    """Raises: InvalidOptionError: the value is not a type that weights can have."""
     given = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     floating = isinstance(given, torch.dtype) and given.is_floating_point
     if not (dtype in (None, "auto") or floating or isinstance(dtype, dict)):
@@ -272,7 +272,7 @@ def _gguf_file(name: str, source: Mapping[str, Any]) -> GGUFFile | None:
 
 
 def _gguf(name: str) -> tuple[str, str | None]:
-    """Split a path into the folder to load from and the GGUF file in it, if that is what holds the
+    """Split a path into the folder to load from and the GGUF file in it, if a GGUF file holds the
     weights."""
     path = Path(name)
     if path.suffix == ".gguf" and path.is_file():

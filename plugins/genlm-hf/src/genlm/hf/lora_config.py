@@ -1,4 +1,4 @@
-"""The configuration that PEFT gets of an adapter."""
+"""The configuration of an adapter, as it is given to PEFT."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TOKENS = "trainable_token_indices"
 
 
 def lora_config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]) -> Any:
-    """The configuration that PEFT gets. It is made from the names that both the file and the model
-    have. So no expression of the file is run, it imports nothing, no base weight is initialised
-    again, and PEFT allocates nothing for modules that the model lacks.
+    """The configuration for PEFT, made only from names that both the file and the model have. So
+    PEFT evaluates no regular expression of the file, imports nothing that it names, initialises no
+    base weight again, and allocates nothing for modules that the model lacks.
 
     Raises:
-        InvalidAdapterError: the adapter adapts parameters that the model lacks, or that have
-            another shape there; or the file lacks a module that was trained whole.
+        InvalidAdapterError: the model lacks parameters that the adapter adapts, or has them in
+            another shape; or the file lacks a module that was trained whole.
     """
     from peft import LoraConfig
 
@@ -60,8 +60,8 @@ def lora_config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
 def changes(
     model: Any, config: Any, parameters: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[str, str]]:
-    """How an adapter changes the layers of a model: for each layer, the setting that adapts it, and
-    the module that PEFT wraps.
+    """How an adapter changes the layers of a model. For each layer: the setting by which it is
+    adapted, and the module that PEFT wraps for it.
 
     Args:
         model: The model.
@@ -79,7 +79,7 @@ def changes(
     wrapped = list(tokens) if isinstance(tokens, dict) else []
     if tokens and (tied or not wrapped):
         wrapped += [name for name, each in model.named_modules() if each in embeddings]
-    # PEFT takes every module whose name ends with this one, and the modules inside it.
+    # PEFT retrains every module whose name ends with this one, and the modules inside it.
     for how, saved in (
         ("modules_to_save", config.modules_to_save or ()),
         (TOKENS, wrapped),
@@ -97,16 +97,16 @@ def require_known_tokens(
     changed: Mapping[str, tuple[str, str]],
     parameters: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Reject tokens that the model does not have: on CUDA, an index beyond the end of a tensor
-    leaves the whole process without its device.
+    """Reject an adapter that trains tokens which the model does not have. On CUDA, an index beyond
+    the end of a tensor makes the device unusable for the whole process.
 
     Args:
         folder: The adapter.
-        changed: What :func:`changes` says of it.
-        parameters: Of the model without adapters.
+        changed: The result of :func:`changes` for the adapter.
+        parameters: The shapes of the parameters of the model without adapters.
 
     Raises:
-        InvalidAdapterError: it trains one.
+        InvalidAdapterError: the adapter trains such a token.
     """
     given = folder.config.get(TOKENS) or []
     largest = max(
@@ -129,9 +129,10 @@ def _one_of(names: Iterable[str]) -> str:
 def _target_parameters(
     folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """The parameters that PEFT adapts themselves, by their full names.
+    """The full names of the parameters that PEFT adapts directly, rather than through a module.
 
-    PEFT wraps a module once for each of its parameters: the file has as many pairs of matrices.
+    PEFT wraps a module once for each of its adapted parameters, so the file has one pair of
+    matrices for each.
     """
     settings = folder.settings
     matches: dict[str, list[str]] = {}

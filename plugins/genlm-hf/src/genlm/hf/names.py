@@ -1,5 +1,5 @@
-"""Adapters that name a model's modules otherwise: as transformers 4 did, or as the text model alone
-does."""
+"""Adapters that use other names for a model's modules: those of transformers 4, or those of the
+text model alone."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from genlm.kit.adapter_files import (
 
 logger = get_logger()
 
-#: What names of its matrices have in the middle.
+#: The middle part of the names of LoRA matrices.
 LORA = ".lora_"
 
-#: What PEFT does not convert where it puts the matrices of several modules together.
+#: Features that PEFT does not convert when it joins the matrices of several modules.
 PER_MODULE = (Feature.RANKS, Feature.ALPHAS, Feature.RSLORA)
 
 
@@ -38,13 +38,14 @@ def in_names_of(
     shapes: Mapping[str, tuple[int, int]],
     parameters: Mapping[str, tuple[int, ...]],
 ) -> Iterator[AdapterFolder]:
-    """The adapter in the names of this model: as it is, or converted by PEFT, or with the text
-    model's place before its names; the first of these that names modules of the model alone.
+    """The adapter, with module names that this model has. Tried in turn: its own names, names
+    converted by PEFT, and names prefixed with the place of the text model in this one. The first
+    version all of whose names exist in the model is used.
 
     Args:
         model: The model.
         folder: The adapter.
-        shapes, parameters: Of the model's modules and parameters, without adapters.
+        shapes, parameters: The shapes of modules and parameters of the model without adapters.
     """
     owners = {name.rpartition(".")[0] for name in parameters}
 
@@ -60,9 +61,10 @@ def in_names_of(
         if fits(adapted):
             break
     else:
-        yield folder  # it is for another model
+        yield folder  # the adapter is made for another model, which later checks report
         return
-    if isinstance(folder.config.get("exclude_modules"), str):  # of the names as they were
+    # The expression matches the old names.
+    if isinstance(folder.config.get("exclude_modules"), str):
         settings |= {"target_modules": None, "exclude_modules": None}
     if not settings.get("target_modules"):
         settings["target_modules"] = sorted(_trained(folder, adapted, shapes))
@@ -83,8 +85,8 @@ def in_names_of(
 def _trained(
     folder: AdapterFolder, adapted: Collection[str], modules: Collection[str]
 ) -> Iterator[str]:
-    """The modules of this model on which an adapter with other names was trained: those that it
-    adapts, and those of the same kinds in layers in which it adapts too little by its settings."""
+    """The modules of this model on which a renamed adapter was trained: those that it adapts, and
+    those of the same kinds that its settings target but for which it has no matrices."""
     kinds, before = set(map(kind, adapted)), set(map(kind, folder.modules))
     for name in modules:
         last = name.rpartition(".")[2]
@@ -97,13 +99,14 @@ def _trained(
 
 
 def _converted(model: Any, folder: AdapterFolder) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Its tensors and settings, as PEFT converts them for this version of transformers."""
+    """The adapter's tensors and settings, converted by PEFT for this version of transformers."""
     from peft import LoraConfig
     from peft.utils import load_peft_weights
     from peft.utils import transformers_weight_conversion as conversion
 
     given, adapts = folder.config, folder.settings.adapts_parameters
-    listed = isinstance(given.get("target_modules"), list)  # an expression is not run
+    # A regular expression from the file is never evaluated.
+    listed = isinstance(given.get("target_modules"), list)
     leaves = {name.rpartition(".")[2] for name in folder.modules if not adapts(name)}
     config = LoraConfig(
         r=given["r"],
@@ -120,7 +123,8 @@ def _converted(model: Any, folder: AdapterFolder) -> tuple[dict[str, Any], dict[
         tensors = conversion.convert_peft_adapter_state_dict_for_transformers(
             model, config, tensors
         )
-    except Exception as error:  # of matrices that do not belong together, PEFT raises anything
+    # For matrices that do not belong together, PEFT may raise any exception.
+    except Exception as error:
         raise InvalidAdapterError(
             f"LoRA adapter {folder.path} cannot be converted for this version of transformers "
             f"({type(error).__name__}: {' '.join(str(error).split())}); save it again there"
@@ -136,7 +140,8 @@ def _converted(model: Any, folder: AdapterFolder) -> tuple[dict[str, Any], dict[
 
 
 def _placed(model: Any, folder: AdapterFolder) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same for an adapter of the text model alone."""
+    """The tensors of an adapter of the text model alone, with names of the whole model; no settings
+    change."""
     from safetensors.torch import load_file
 
     decoder = getattr(model, "get_decoder", lambda: None)()
@@ -150,8 +155,8 @@ def _placed(model: Any, folder: AdapterFolder) -> tuple[dict[str, Any], dict[str
 
 
 def _require_alike(folder: AdapterFolder, settings: Mapping[str, Any]) -> None:
-    """Raises: InvalidAdapterError: it says of single modules what is not converted with their
-    names, or of those whose matrices PEFT has put together."""
+    """Raises: InvalidAdapterError: the adapter has settings for single modules, which are not
+    converted with the names, or for modules whose matrices PEFT has joined."""
     ranks = folder.config.get("rank_pattern") or {}
     named = {*ranks, *(folder.config.get("alpha_pattern") or {})}
     joined = settings.get("rank_pattern", ranks) != ranks

@@ -1,4 +1,4 @@
-"""Operators: a recorded step where there is no CUDA, for the probe and for tests."""
+"""Operators: recorded steps without CUDA, for the probe and for tests."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-#: Operators that bring a value of the device to the host or one of the host to the device, or whose
-#: result has a shape that depends on values: a CUDA graph cannot hold them.
+#: Operators that a CUDA graph cannot hold: they copy a value between the device and the host, or
+#: the shape of their result depends on values.
 REFUSED = frozenset({
     "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "lift_fresh", "lift_fresh_copy",
     "masked_select", "nonzero", "unique_consecutive", "unique_dim",
 })  # fmt: skip
 
-#: An operator with its arguments, and what it gave.
+#: An operator, its arguments, and the new tensors that it returned.
 Call = tuple[Any, Any, Any, list[torch.Tensor]]
 
 
 class Operators:
-    """Records the operators of steps, with the tensors that they read and write, and replays them
-    on these as a CUDA graph does: a value of Python is what it was, and a view is of the memory
-    that it was of.
+    """Records the operators of steps with the tensors that they read and write, and replays them on
+    the same tensors, as a CUDA graph does. Python values and the memory of views are those of the
+    recording.
 
-    As with graphs that share a pool, a replay writes over what the other recordings gave.
+    As with graphs that share a pool of memory, a replay overwrites the results of all other
+    recordings.
 
     Attributes:
         nbytes: See :class:`~genlm.hf.graphs.Recorder`.
-        recordings: What was recorded and is not forgotten.
-        replays: How often steps have run again.
+        recordings: The recordings since the last :meth:`forget`.
+        replays: How many replays there have been.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class Operators:
         self.forget()
 
     def record(self, step: Callable[[], torch.Tensor]) -> Operations:
-        """Raises: ValueError: a CUDA graph could not hold an operator of the step."""
+        """Raises: ValueError: the step has an operator that a CUDA graph cannot hold."""
         with _Listing() as listing:
             result = step()
         recording = Operations(self, listing.calls, result)
@@ -55,9 +56,9 @@ class Operations:
     """The operators of a step.
 
     Args:
-        recorder: Has recorded them.
-        calls: In their order.
-        result: What the step gave.
+        recorder: The recorder that made the recording.
+        calls: The operators, in order.
+        result: The result of the step.
     """
 
     def __init__(self, recorder: Operators, calls: list[Call], result: torch.Tensor) -> None:
@@ -76,8 +77,8 @@ class Operations:
 
 
 class _Listing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lists what computes, in this thread; views are of memory that stays, and need not be made
-    again."""
+    """Lists the operators that compute something, in this thread. Views need not be made again,
+    since the memory that they show stays."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -87,7 +88,7 @@ class _Listing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, kwargs = call._schema.name.removeprefix("aten::"), kwargs or {}
         if name in REFUSED or (name == "index" and _has_mask(args[1])):
             raise ValueError(f"{name} is an operator that cannot be recorded")
-        if call._can_decompose():  # what it is made of is recorded
+        if call._can_decompose():  # then the operators that make it up are recorded
             with self:
                 parts = call.decompose(*args, **kwargs)
             if parts is not NotImplemented:

@@ -35,7 +35,8 @@ _SGLANG = (
     "attention_backend context_length max_running_requests max_total_tokens mem_fraction_static"
 )
 
-#: What people know from ``from_pretrained`` and from other backends, and where it goes.
+#: Names that users know from ``from_pretrained`` and from other backends, each with the option to
+#: use instead.
 ELSEWHERE = {
     name: way
     for names, way in (
@@ -63,7 +64,7 @@ ELSEWHERE = {
 }
 
 
-#: For what is in no list: engines have hundreds of arguments.
+#: The hint for names in neither list: engines have hundreds of arguments.
 OTHERS = (
     "an argument of from_pretrained goes in hf_opts, one of BitsAndBytesConfig in "
     "bitsandbytes_opts; one of vLLM or SGLang in engine_opts, with backend='vllm' or 'sgl'"

@@ -1,5 +1,5 @@
-"""Attention over a part of the positions that a token attends to, with the log-sum-exp by which
-parts are merged."""
+"""Attention over a part of the positions that a token attends to, with the log-sum-exp that merging
+needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from attrs import define
 
-#: The types that PyTorch's fused kernels take.
+#: The types that PyTorch's fused kernels accept.
 FUSED = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -26,26 +26,28 @@ class Partial:
 
     @classmethod
     def cat(cls, parts: Sequence[Partial]) -> Partial:
-        """The parts of different tokens, joined in one."""
+        """The attention of several groups of tokens, concatenated."""
         return cls(
             torch.cat([part.output for part in parts]),
             torch.cat([part.log_sum_exp for part in parts]),
         )
 
     def merge(self, tokens: slice | torch.Tensor, other: Partial) -> None:
-        """Merge attention over further positions into that of some tokens, in place. The heads of
-        ``other`` may take two dimensions."""
+        """Merge attention of ``tokens`` over further positions into this one, in place. The heads
+        of ``other`` may take two dimensions."""
         output, mine = self.output[tokens], self.log_sum_exp[tokens]
         shape = other.log_sum_exp.shape
         both = mine.view(shape)
         torch.logaddexp(both, other.log_sum_exp, out=both)
         weight = (other.log_sum_exp - both).exp_().unsqueeze(-1).to(output.dtype)
         output.view(*shape, -1).lerp_(other.output, weight)
-        if isinstance(tokens, torch.Tensor):  # else those were parts of mine
+        # A slice gives views, which have been written in place.
+        if isinstance(tokens, torch.Tensor):
             self.output[tokens], self.log_sum_exp[tokens] = output, mine
 
     def with_sinks(self, sinks: torch.Tensor) -> Partial:
-        """This attention with sinks: one logit for each head that takes mass and adds no value."""
+        """This attention with sinks: a further logit for each head, which takes mass but has no
+        value."""
         both = torch.logaddexp(self.log_sum_exp, sinks.float())
         weight = (self.log_sum_exp - both).exp_().unsqueeze(-1)
         return Partial(self.output * weight.to(self.output.dtype), both)
@@ -98,8 +100,8 @@ def attend(
     causal: bool,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with equally many heads of queries, keys and values; by a kernel that returns the
-    log-sum-exp, if there is one."""
+    """Attention and its log-sum-exp, for equally many heads of queries, keys and values. A kernel
+    that returns the log-sum-exp is used if there is one."""
     device = query.device.type
     if softcap is None and query.dtype in FUSED and key.shape[-1] == value.shape[-1]:
         if device == "cpu":
@@ -127,7 +129,8 @@ def _explicit(
     logits = query @ key.transpose(2, 3) * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    logits = logits.float()  # before the mask: below the lowest number of float16 is only -inf
+    # First, because adding the mask's lowest number would overflow to -inf in float16.
+    logits = logits.float()
     if mask is not None:
         logits = logits + mask
     if causal:

@@ -23,7 +23,7 @@ class Pattern:
     chunk: int | None = None
 
     def is_causal_within(self, width: int) -> bool:
-        """Whether the first ``width`` positions see no limit."""
+        """Whether neither window nor chunk limits attention among the first ``width`` positions."""
         return all(limit is None or width <= limit for limit in (self.window, self.chunk))
 
     def first_seen(self, position: int) -> int:
@@ -46,14 +46,15 @@ class Pattern:
 
 
 def layer_patterns(model: Any) -> list[Pattern] | None:
-    """The pattern of every layer of a model; ``None`` where one is unknown or keeps no
-    keys and values."""
+    """The pattern of every layer of a model; ``None`` if a layer's pattern is unknown, or a layer
+    keeps no keys and values."""
     config = model.config.get_text_config(decoder=True)
     window = attention_window(model)
     chunk = getattr(config, "attention_chunk_size", None)
     types = getattr(config, "layer_types", None)
     if types is None:
-        layers = getattr(config, "num_hidden_layers", None)  # a user's own may be named otherwise
+        # In a model of the user's own, they may have other names.
+        layers = getattr(config, "num_hidden_layers", None)
         return [Pattern(window=window)] * layers if isinstance(layers, int) else None
     known = {
         "full_attention": Pattern(),
@@ -67,7 +68,7 @@ def layer_patterns(model: Any) -> list[Pattern] | None:
 
 
 def attention_window(model: Any) -> int | None:
-    """The sliding window that a model's attention uses; ``None`` where it uses none.
+    """The sliding window that a model's attention uses; ``None`` without one.
 
     A configuration may mention a window that is switched off.
     """
@@ -81,9 +82,9 @@ def attention_window(model: Any) -> int | None:
 def reuse_limit(config: Any) -> int | None:
     """The longest context whose key/value state may be kept; ``None`` means no limit.
 
-    Some models change their attention for *all* positions once a context is longer than a limit, or
-    count positions in a way that no cache of ours tells them. State from before that moment, or of
-    a shorter neighbour, would be wrong:
+    Some models change their attention for *all* positions once a context exceeds a limit, or count
+    positions in a way that this plugin's caches do not support. State from before the limit, or
+    from a shorter neighbour in the batch, would then be wrong:
 
     * rotary embeddings of type ``dynamic`` and ``longrope``, beyond the model's original length;
     * attention whose temperature changes with the position (Llama 4), from ``floor_scale`` on;

@@ -1,4 +1,5 @@
-"""What the entry point ``hf`` names. Importing it imports neither torch nor transformers."""
+"""The module that the entry point ``hf`` names. Importing it imports neither torch nor
+transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def genlm_load(model: str, options: Mapping[str, object], verify: Any) -> Engine
     from genlm.hf.options import HFOptions
 
     parsed = HFOptions.parse(options)
-    if not {"subfolder", "cache_dir"} & parsed.hf_opts.keys():  # then it is not in the usual place
+    # With these options, the files may be elsewhere than in the usual place.
+    if not {"subfolder", "cache_dir"} & parsed.hf_opts.keys():
         require_model(model, ("config.json", "*.gguf"))
     from genlm.hf.engine import HFEngine
     from genlm.hf.loading import load_pretrained

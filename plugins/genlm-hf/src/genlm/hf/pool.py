@@ -1,4 +1,4 @@
-"""The slot pool: key/value state of many sequences, one slot each, preallocated and written in
+"""The slot pool: the KV cache of many sequences, one slot each, preallocated and written in
 place."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from genlm.hf.layout import Layout
 from genlm.hf.slabs import Part, Slab, States
 from genlm.hf.upload import Places, Upload
 
-#: All layers lie in about so many tensors. With fewer, slots are moved in fewer kernels; with more,
-#: less memory is taken twice while the pool grows.
+#: All layers lie in about this many tensors. With fewer, slots are moved in fewer kernels. With
+#: more, less memory is needed for two copies while the pool grows.
 SLABS = 4
 
 
@@ -58,13 +58,14 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
 
 
 class SlotPool(Cache):  # type: ignore[misc]  # transformers ships no types
-    """All layers of the pool, as transformers' models see a cache.
+    """All layers of the pool, as a cache of transformers' models.
 
     Attributes:
         slots, columns: The size of every layer.
-        bytes_per_column: Of one position of one slot over all layers; 0 before the first forward.
+        bytes_per_column: The bytes of one position of one slot, over all layers; 0 before the first
+            forward.
         layout: Which slots and columns the running forward reads and writes.
-        resizes: How often the tensors have become others.
+        resizes: How often the tensors have been replaced.
     """
 
     def __init__(self) -> None:
@@ -98,22 +99,22 @@ class SlotPool(Cache):  # type: ignore[misc]  # transformers ships no types
         return self.layout.past + query_length, 0
 
     def forget_layers(self) -> None:
-        """Be as before the first forward."""
+        """Return to the state before the first forward."""
         self.layers.clear()
         self._slabs.clear()
         self.bytes_per_column = 0
 
     def begin(self, part: Part, states: torch.Tensor) -> None:
-        """Make room for what the first forward computes: in a slab of its own, since the layers
-        above are not known yet."""
+        """Allocate the keys or values of a layer that the first forward has reached. They get a
+        slab of their own, since the layers above are not known yet."""
         self._hold(self._empty([part], states))
         self.bytes_per_column += states.shape[1] * states.shape[3] * states.element_size()
 
     def _empty(self, parts: Sequence[Part], like: torch.Tensor) -> Slab:
-        # Zeros, not garbage: a masked column still takes part in the product with the values, and 0
-        # * nan is nan.
+        # Zeros instead of uninitialised memory: a masked column still takes part in the product
+        # with the values, and 0 * nan is nan.
         _, heads, _, dim = like.shape
-        with torch.inference_mode(False):  # written to by forwards in any mode
+        with torch.inference_mode(False):  # forwards in any of PyTorch's modes write to it
             states = like.new_zeros(len(parts), self.slots, heads, self.columns, dim)
         return Slab(parts, states)
 
@@ -124,8 +125,8 @@ class SlotPool(Cache):  # type: ignore[misc]  # transformers ships no types
 
     @torch.inference_mode()
     def resize(self, slots: int, columns: int, kept: Sequence[int] = ()) -> None:
-        """Change the size; the slots ``kept`` become slots 0, 1, ... One slab after the other, so
-        that memory peaks low."""
+        """Change the size. The slots ``kept`` become slots 0, 1, ... Slabs are replaced one after
+        the other, so that little memory is needed twice."""
         self.slots, self.columns = slots, columns
         self.resizes += 1
         moved = Places(kept, Upload())
@@ -142,7 +143,7 @@ class SlotPool(Cache):  # type: ignore[misc]  # transformers ships no types
         return slab
 
     def _alike(self) -> list[list[Part]]:
-        """What goes into each slab: parts of one shape, about as many in each."""
+        """The parts that go into each slab: of one shape, and about equally many in each."""
         kinds: dict[object, list[Part]] = {}
         for at, layer in enumerate(self.layers):
             for name in ("keys", "values") if layer.is_initialized else ():
@@ -173,14 +174,14 @@ class SlotPool(Cache):  # type: ignore[misc]  # transformers ships no types
 
     @torch.inference_mode()
     def shift(self, slots: Sequence[int], by: int, columns: int) -> None:
-        """Move columns of slots from ``by`` on to their front."""
+        """Move the columns of slots from ``by`` on to their front."""
         moved = Upload().add(slots)
         for slab in self._slabs:
             slab.shift(moved, by, columns)
 
     @torch.inference_mode()
     def blank(self, slot: int, first: int) -> None:
-        """Make a slot zero from a column on."""
+        """Fill a slot with zeros from the column ``first`` on."""
         for slab in self._slabs:
             slab.states[:, slot, :, first:] = 0
 
@@ -189,5 +190,5 @@ class SlotPool(Cache):  # type: ignore[misc]  # transformers ships no types
         return States([slab.empty(size) for slab in self._slabs])
 
     def slot(self, index: int) -> States:
-        """One slot of every layer; what is written to it is written to the slot."""
+        """A view of one slot of every layer."""
         return States([Slab(slab.parts, slab.states[:, index : index + 1]) for slab in self._slabs])

@@ -1,4 +1,4 @@
-"""Positions: how many a model counts, and what its rotary embedding remembers of them."""
+"""How many positions a model has, and what its rotary embedding remembers of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from genlm.kit.settings import rope_reach
 
-#: The names under which configurations say how many positions there are.
+#: The names under which configurations give the number of positions.
 COUNTS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 
 
@@ -22,7 +22,8 @@ def longest_context(model: Any) -> int | None:
         return None
     longest = min(counts)
     for name, table in model.named_modules():
-        # RoBERTa's positions begin after the id of the padding token, so as many fewer are left.
+        # RoBERTa's positions begin after the id of the padding token, so the table has that many
+        # fewer.
         padding = getattr(table, "padding_idx", None)
         if name.endswith("position_embeddings") and padding is not None:
             longest = min(longest, table.num_embeddings - padding - 1)
@@ -39,8 +40,8 @@ def rope_scalings(config: Any, *types: str) -> list[dict[str, Any]]:
 class DynamicRope:
     """The rotary embeddings of type ``dynamic`` of a model.
 
-    transformers keeps the frequencies of the longest context so far, also for shorter ones, until
-    one comes that needs no scaling.
+    transformers keeps using the frequencies of the longest context so far, also for shorter
+    contexts, until a context needs no scaling.
 
     Args:
         model: The model.
@@ -55,7 +56,7 @@ class DynamicRope:
         ]
 
     def forget(self) -> None:
-        """Let the next forward depend on its own tokens alone."""
+        """Forget earlier contexts, so that the next forward depends on its own tokens alone."""
         for module, kind in self._modules:
             frequencies = module.get_buffer("inv_freq" if kind is None else f"{kind}_inv_freq")
             start = torch.zeros(1, 1, dtype=torch.long, device=frequencies.device)

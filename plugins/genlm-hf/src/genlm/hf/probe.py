@@ -1,4 +1,5 @@
-"""The probe: at load, find out which kind of key/value reuse is right for this very model."""
+"""The probe: finds out, when a model is loaded, which way of reusing its KV cache gives right
+rows."""
 
 from __future__ import annotations
 
@@ -26,46 +27,47 @@ from genlm.kit.scaled_copy import TOKENS, Threshold, small_model, thresholds
 
 logger = get_logger()
 
-#: How long a window may be for the probe to look beyond it.
+#: The longest window that the probe's contexts exceed.
 LONGEST_PROBE = 512
 
-#: How far log-probabilities may be from those of plain forwards, by the type of the weights:
-#: rounding only.
+#: The largest difference from log-probabilities of plain forwards that rounding explains, by the
+#: type of the weights.
 TOLERANCES = {torch.float32: 5e-4, torch.float16: 0.1, torch.bfloat16: 0.5}
 
-#: How many times the noise of two plain forwards, which share of the spread of a row's
-#: log-probabilities, and how many steps of the model's type at the size of its logits, rows may be
-#: off within that.
+#: Within that limit, the tolerance is the larger of three: this many times the noise of two plain
+#: forwards, this share of the spread of a row's log-probabilities, and this many rounding steps of
+#: the model's type at the size of its logits.
 NOISE_MARGIN, SPREAD_SHARE, ROUNDING_STEPS = 8.0, 0.1, 2.0
 
-#: Where two plain forwards are further apart than all that, so may rows be: by this many times the
+#: If two plain forwards differ by more than the tolerance, rows may differ by this many times the
 #: noise.
 MORE_NOISE = 3.0
 
-#: By how much of itself rounding may change an embedding at least, as a measure of what quantised
-#: layers make of such a change: many round their input too, and to another number. Rows may be as
-#: many times as far off as they move then.
+#: Many quantised layers round their input too, and amplify small changes. As a measure of this,
+#: each embedding is changed by at least this fraction of itself. Rows may then differ by this many
+#: times as much as they moved.
 LEAST_CHANGE, MOVED_MARGIN = 1e-4, 2.0
 
-#: Where the scaled copies' thresholds are, and how long the contexts that cross them.
+#: The value to which thresholds are lowered in scaled copies, and the lengths of the pairs of
+#: contexts that cross it.
 NEAR = 8
 AROUND_NEAR = ((4, 7), (7, 9), (8, 17), (9, 35), (20, 39))
 BEYOND_NEAR = ((9, 35), (20, 39))
 
-#: How far two forwards of one context may be apart at most where that is rounding, nats.
+#: The largest difference between two forwards of one context that counts as rounding, in nats.
 MOST_NOISE = 0.05
 
-#: A mode that is wrong beyond a threshold is taken where the threshold is at least so far away.
+#: A mode that is wrong beyond a threshold is still used if the threshold is at least this long.
 WORTH_KEEPING = 512
 
 #: The modes with attention over slots.
 OVER_SLOTS = (ReuseMode.SHARED, ReuseMode.PACKED)
 
-#: Those whose state is in snapshots.
+#: The modes that keep state in snapshots.
 IN_SNAPSHOTS = (ReuseMode.SNAPSHOTS, ReuseMode.STEPWISE)
 
-#: Attention implementations that slot attention computes the same as; the last one is that of a
-#: copy of a model that is open.
+#: The attention implementations that slot attention can replace. The last one is that of a copy of
+#: a model that is being served.
 REPLACEABLE = ("sdpa", "eager", SLOT_ATTENTION)
 
 
@@ -77,16 +79,18 @@ def choose_reuse(
     window: int | None,
     static: bool = False,
 ) -> Choice:
-    """Compute short ragged contexts in every mode, from the best on, and take the first that agrees
-    with plain forwards: on the model, and beyond its thresholds on its scaled copy.
+    """Try the reuse modes, best first, on short contexts of unequal length. The first mode that
+    agrees with plain forwards is chosen. It must agree on the model itself, and beyond the model's
+    thresholds on a scaled copy.
 
-    A mode that is wrong beyond a threshold is taken for contexts below it, if that is far away.
+    A mode that is wrong only beyond a high threshold is chosen too, for contexts below the
+    threshold.
 
     Args:
         model: The model.
         runner: Runs its forwards.
-        vocab_size, max_context, window: What it has.
-        static: Whether to look if steps of constant shape are right, too.
+        vocab_size, max_context, window: The model's vocabulary, longest context and sliding window.
+        static: Whether to try steps of constant shape too.
 
     Raises:
         EngineError: not even padded and unpadded plain forwards agree, or they give NaN.
@@ -109,7 +113,8 @@ def choose_reuse(
                 _use_slot_attention(model)
             why = disagreement(runner, TRIALS[reuse], contexts, expected, tolerance)
         except Exception as error:
-            # This model's code may raise anything for a cache or an attention it does not expect
+            # The model's code may raise any exception for a cache or an attention implementation
+            # that it does not expect.
             why = f"{type(error).__name__}: {error}"[:200]
         if why is None:
             reach = copies.reach(reuse)
@@ -142,8 +147,9 @@ def choose_reuse(
 
 
 def plain_rows(runner: Runner, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Log-probabilities of plain forwards; without inference mode where the model fails in it, as
-    with quanto's weights of four bits, whose class makes views that inference mode rejects."""
+    """Log-probabilities of plain forwards. If the model fails in inference mode, ``no_grad`` is
+    used from then on: quanto's 4-bit weights, for instance, make views that inference mode
+    rejects."""
     try:
         return _logprobs([runner.plain([context], [None]) for context in contexts])
     except RuntimeError as error:
@@ -165,7 +171,7 @@ def disagreement(
     expected: torch.Tensor,
     tolerance: float,
 ) -> str | None:
-    """Why what a trial computes is wrong; ``None`` where it is right."""
+    """Why the rows of a trial are wrong; ``None`` if they are right."""
     try:
         rows = _logprobs(trial(runner, contexts))
     finally:
@@ -182,12 +188,12 @@ def _is_ragged(
     expected: torch.Tensor,
     tolerance: float,
 ) -> bool:
-    """Whether contexts of unlike length have the right rows where they go on together."""
+    """Whether contexts of unequal length have the right rows when they are extended together."""
     try:
         rows = _logprobs([ragged(runner, contexts)])
         distance = apart(rows, expected.repeat(2, 1))
         why = "" if distance <= tolerance else f"rows differ by {distance:.3g}"
-    except Exception as error:  # as above
+    except Exception as error:  # the model's code may raise any exception here too
         why = f"{type(error).__name__}: {error}"[:200]
     if why:
         logger.info("kv.equal_lengths", why=why)
@@ -202,7 +208,8 @@ def _is_static(
     expected: torch.Tensor,
     tolerance: float,
 ) -> bool:
-    """Whether a step of constant shape that was recorded has the right rows for other contexts."""
+    """Whether a recorded step of constant shape gives the right rows when replayed for other
+    contexts."""
     why: str | None = None
     if reuse not in OVER_SLOTS:
         why = f"state is kept in another way: {reuse.value}"
@@ -211,7 +218,7 @@ def _is_static(
     else:
         try:
             why = disagreement(runner, static, contexts, expected, tolerance)
-        except Exception as error:  # as above
+        except Exception as error:  # the model's code may raise any exception here too
             why = f"{type(error).__name__}: {error}"[:200]
         why = why or copies.why_not_static(reuse)
     if why is not None:
@@ -220,8 +227,8 @@ def _is_static(
 
 
 def _rounding(runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor) -> float:
-    """How far rows may be apart because two plain forwards are, and less than what tells rows of
-    different contexts apart."""
+    """How much rows may differ because two plain forwards differ; always less than rows of
+    different contexts do."""
     spread = min(float(row[row.isfinite()].std()) for row in expected)
     return min(MORE_NOISE * noise_of(runner, contexts, expected), SPREAD_SHARE * spread)
 
@@ -232,9 +239,9 @@ class ScaledCopies:
 
     Attributes:
         model: The model.
-        limit: The most tokens of a context whose state is kept, also where the scaled copies allow
+        limit: The most tokens of a context whose state is kept, even if the scaled copies allow
             more.
-        reasons: What was wrong with a reuse mode, where something was.
+        reasons: For each reuse mode that failed, what was wrong with it.
     """
 
     model: Any
@@ -242,11 +249,12 @@ class ScaledCopies:
     reasons: dict[ReuseMode, str] = field(factory=dict)
 
     def reach(self, reuse: ReuseMode) -> int | None:
-        """The longest context for which a mode is right on the scaled copies; ``None`` is any
+        """The longest context for which a mode is right on the scaled copies; ``None`` means any
         length."""
-        # Those that contexts whose state is kept may cross.
+        # Only thresholds that contexts with kept state can cross matter.
         found = [one for one in self._thresholds if self.limit is None or one.value < self.limit]
-        if not found and not is_quantised(self.model):  # whose own rows tell little
+        # A quantised model's own rows are too noisy to tell.
+        if not found and not is_quantised(self.model):
             return None
         why = self._why_wrong(reuse, found)
         if why is None:
@@ -257,14 +265,15 @@ class ScaledCopies:
         return min((one.value for one in guilty), default=1) - 1
 
     def why_not_static(self, reuse: ReuseMode) -> str | None:
-        """Why steps of constant shape are wrong on the scaled copy with all thresholds near, whose
-        rows of float32 tell more than those of a large model."""
+        """Why steps of constant shape are wrong on the scaled copy with all thresholds lowered;
+        ``None`` if they are right. The copy's float32 rows show errors that rounding hides in a
+        large model."""
         near = [one for one in self._thresholds if self.limit is None or one.value < self.limit]
         return self._why_wrong(reuse, near, static)
 
     def rows_apart(self) -> bool:
-        """Whether beyond all thresholds a row depends on tokens that come after it, or no scaled
-        copy tells."""
+        """Whether a row beyond all thresholds depends on later tokens. Also true if no scaled copy
+        can tell."""
         if rope_scalings(self.model.config.get_text_config(decoder=True), "dynamic"):
             return True  # each length has frequencies of its own
         try:
@@ -279,11 +288,11 @@ class ScaledCopies:
     def _why_wrong(
         self, reuse: ReuseMode, near: Sequence[Threshold], trial: Trial | None = None
     ) -> str | None:
-        """Why a mode is wrong on the scaled copy with some thresholds near; ``None`` where it is
-        right."""
+        """Why a mode is wrong on the scaled copy with the thresholds ``near`` lowered; ``None`` if
+        it is right."""
         try:
             return self._disagreement(reuse, near, AROUND_NEAR, trial)
-        except ValueError as error:  # then the comparisons with cold rows remain
+        except ValueError as error:  # the comparisons with cold rows still protect the model
             logger.info("kv.no_scaled_copy", why=str(error))
             return None
 
@@ -294,11 +303,12 @@ class ScaledCopies:
         around: Sequence[Sequence[int]],
         trial: Trial | None = None,
     ) -> str | None:
-        """The same, with contexts of these lengths, and perhaps by another trial than the mode's.
+        """Why a mode is wrong on the scaled copy, for contexts of the lengths ``around``. If
+        ``trial`` is given, it replaces the mode's own.
 
         Raises:
             ValueError: there is no such scaled copy.
-            EngineError: its rows differ from forward to forward.
+            EngineError: the copy's rows differ from forward to forward.
         """
         model, changed = self.model, {one.path: NEAR for one in near}
         scaled = small_model(type(model), model.config, model.device, changed)
@@ -327,7 +337,9 @@ class ScaledCopies:
         except Exception as error:
             return f"{type(error).__name__}: {error}"[:200]
         finally:
-            runner.close()  # else a cycle would keep the scaled copy's memory for a while
+            # Otherwise a reference cycle would keep the scaled copy's memory until a garbage
+            # collection.
+            runner.close()
         return None
 
 
@@ -338,29 +350,30 @@ def _least(*limits: int | None) -> int | None:
 def _tolerance(
     model: Any, runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor
 ) -> float:
-    """How far rows may be apart: what rounding explains, and less than what tells rows of different
-    contexts apart."""
+    """How much rows may differ: as much as rounding explains, but less than rows of different
+    contexts do."""
     dtype = model.dtype
     most = TOLERANCES.get(dtype, TOLERANCES[torch.float32])
-    finite = [row[row.isfinite()] for row in expected]  # a model may exclude tokens
+    finite = [row[row.isfinite()] for row in expected]  # a model may give some tokens no mass
     spread = min(float(row.std()) for row in finite)
     size = max(float(row.max() - row.min()) for row in finite)
     steps = ROUNDING_STEPS * torch.finfo(dtype).eps * size
     least = max(SPREAD_SHARE * spread, steps)
-    if least >= most:  # however small the noise is
+    if least >= most:  # whatever the noise is
         return most
     return min(most, max(NOISE_MARGIN * noise_of(runner, contexts, expected), least))
 
 
 def is_quantised(model: Any) -> bool:
-    """Whether transformers has loaded it so."""
+    """Whether transformers has loaded the model quantised."""
     return getattr(model, "hf_quantizer", None) is not None
 
 
 def _moved(
     model: Any, runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor
 ) -> float:
-    """How far rows move where each embedding changes by about as much as rounding may change it."""
+    """How much rows change if each embedding changes by about as much as rounding could change
+    it."""
     change = max(torch.finfo(model.dtype).eps, LEAST_CHANGE)
     generator = torch.Generator().manual_seed(0)
 
@@ -381,14 +394,15 @@ def noise_of(
     expected: torch.Tensor,
     adapter: Adapter | None = None,
 ) -> float:
-    """The noise of rounding: how far rows of two plain forwards are apart, of each context alone,
-    and beside itself in one batch."""
+    """The noise of rounding: the largest difference between the rows of a context computed alone
+    and in a batch with itself."""
     twice = [runner.plain([context] * 2, [adapter] * 2)[:1] for context in contexts]
     return apart(_logprobs(twice), expected)
 
 
 def apart(rows: torch.Tensor, others: torch.Tensor) -> float:
-    """How far rows are apart at most, where not both are minus infinity or NaN."""
+    """The largest difference between rows. Values that are both minus infinity or both NaN are
+    equal."""
     same = (rows == others) | (rows.isnan() & others.isnan())
     return float((rows - others).abs().masked_fill(same, 0.0).max())
 
@@ -398,15 +412,15 @@ def _use_slot_attention(model: Any) -> None:
         raise ValueError(
             f"attention implementation {model.config._attn_implementation!r} has no rows"
         )
-    # Asked first, since transformers would log a warning.
+    # This is checked first, since transformers would log a warning.
     if not getattr(model, "_supports_attention_backend", True):
         raise ValueError("its attention does not go through transformers' attention interface")
     model.set_attn_implementation(SLOT_ATTENTION)
 
 
 def _contexts(vocab_size: int, max_context: int | None, window: int | None) -> list[list[int]]:
-    """A context that is longer than the attention's window, where that is not too long, and one
-    half as long."""
+    """A context longer than the attention's window, unless the window is too long, and a context of
+    half that length."""
     length = window + 8 if window is not None and window <= LONGEST_PROBE else 12
     if max_context is not None:
         length = max(min(length, max_context), 4)
@@ -414,8 +428,8 @@ def _contexts(vocab_size: int, max_context: int | None, window: int | None) -> l
 
 
 def _put_in(contexts: Sequence[list[int]], config: Any, vocab_size: int) -> None:
-    """Let the contexts have the padding token: a model may count positions without it, which state
-    that is kept does not."""
+    """Put the padding token into the contexts. Some models do not count it as a position, which
+    kept state cannot reproduce."""
     padding = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
     if isinstance(padding, int) and 0 <= padding < vocab_size:
         for context in contexts:

@@ -1,4 +1,5 @@
-"""The proof that an adapter leaves the base model as it is, and gives rows itself."""
+"""The proof that a new adapter leaves the base model's rows unchanged, and gives rows of its
+own."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
 from genlm.kit.memory import is_out_of_memory
 
-#: How far apart two rows of one context may be: at least so many nats, and otherwise this many
-#: times the distance between two forwards.
+#: How much two rows of one context may differ: this many nats, or this many times the difference
+#: between two forwards, whichever is larger.
 LEAST_APART, NOISE_MARGIN = 1e-3, 8.0
 
 
 class BaseRow:
     """A row of the base model, computed before an adapter is added and again afterwards.
 
-    PEFT wraps layers of the model. This may change them: some quantised layers do more than hold
-    tensors.
+    PEFT wraps layers of the model. This may change the layers' results, because some quantised
+    layers do more than hold tensors.
 
     Args:
         runner: Runs forwards.
@@ -35,7 +36,7 @@ class BaseRow:
         """Whether the model still gives this row."""
         try:
             row = self._compute()
-        except Exception:  # a layer that is no longer whole may raise anything
+        except Exception:  # a damaged layer may raise any exception
             return False
         return torch.allclose(row, self._row, rtol=0.0, atol=self._tolerance, equal_nan=True)
 

@@ -1,4 +1,4 @@
-"""How a model's key/value state can be reused."""
+"""How a model's KV cache can be reused."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ class ReuseMode(Enum):
 
 @frozen
 class Choice:
-    """What the probe found out.
+    """The result of the probe.
 
     Attributes:
         reuse: The mode.
-        tolerance: How far its log-probabilities may be from those of cold forwards.
+        tolerance: How much log-probabilities may differ from those of cold forwards.
         limit: The longest context whose state may be kept; ``None`` means no limit.
-        rows_apart: Whether beyond the limit every row needs a forward of its own: what one forward
-            gives at a position is not the row of the context that ends there.
-        ragged: Whether snapshots of contexts of unlike length may go on together.
-        static: Whether steps of one token for each context may be of constant shape, and be
+        rows_apart: Whether every row beyond the limit needs a forward of its own, because the
+            logits at an earlier position of a forward are not the row of the context that ends
+            there.
+        ragged: Whether snapshots of contexts of unequal length may be extended together.
+        static: Whether a step of one token for each context may have a constant shape, and be
             recorded.
-        contexts: Those that were computed; none where nothing was.
+        contexts: The probe's contexts; empty if nothing was computed.
         expected: Their log-probabilities by plain forwards.
     """
 

@@ -25,16 +25,17 @@ from genlm.hf.positions import DynamicRope
 from genlm.hf.static_layout import StaticInputs, StaticLayout
 from genlm.hf.upload import Indices, Upload
 
-#: What models call the cache that they are given and return; from transformers 5.24 on, the first.
+#: The argument and result under which models take and return the cache. From transformers 5.24 on,
+#: it is the first.
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 
 
 class Runner:
     """Runs forwards.
 
-    Only the wanted positions reach the output layer: a hook before it selects them. (The vocabulary
-    is wide: rows for every position would cost more than the rest of a small model, in time and in
-    memory.)
+    Only the wanted positions reach the output layer: a hook before it selects them. The vocabulary
+    is so wide that rows for every position would cost more time and memory than the rest of a small
+    model.
 
     Args:
         model: The causal language model.
@@ -46,9 +47,9 @@ class Runner:
         device: Where the model's first weight is.
         modules: All modules of the model.
         hooks: The forward hooks on them.
-        changes: How often modules may have become others.
-        without_gradients: In which mode of PyTorch forwards are computed. Inference mode is the
-            fastest, but weights of some classes do not work in it.
+        changes: How often modules may have been replaced.
+        without_gradients: The mode of PyTorch in which forwards are computed. Inference mode is the
+            fastest, but some classes of weights do not work in it.
     """
 
     def __init__(
@@ -56,21 +57,23 @@ class Runner:
     ) -> None:
         self._model = model
         self._config = model.config.get_text_config(decoder=True)
-        self.device: torch.device = model.device  # asked once: it looks for that weight
+        # Asked once, because the model searches for its first weight each time.
+        self.device: torch.device = model.device
         self._adapters = adapters
         self.pool = pool
         self.without_gradients: Callable[[], AbstractContextManager[Any]] = torch.inference_mode
         self._patterns = patterns
         self.changes = 0
         self._wanted: torch.Tensor | None = None
-        self._selected = False  # whether the hook chose the wanted positions
+        self._selected = False  # whether the hook has selected the wanted positions
         takes = inspect.signature(model.forward).parameters
-        # What torch.compile and PEFT put around a model names nothing, and hands everything on.
+        # The wrappers of torch.compile and PEFT name no arguments and pass everything on.
         inner = inspect.signature(served_model(model).forward).parameters
         named_so = (name for each in (takes, inner) for name in CACHE_NAMES if name in each)
         self._cache_name = next(named_so, CACHE_NAMES[-1])
-        self._takes_positions = "position_ids" in takes  # recurrent models may have none
-        # A model of a user's own class may take ids only, by a name of its own or by none.
+        # Recurrent models may have no such argument.
+        self._takes_positions = "position_ids" in takes
+        # A user's own model may take token ids only, under a name of its own or by position.
         kinds = {name: each.kind for name, each in takes.items()}
         others = Parameter.VAR_KEYWORD in kinds.values()
         self._takes_use_cache = others or "use_cache" in takes
@@ -90,8 +93,8 @@ class Runner:
 
     @contextmanager
     def head_may_change(self) -> Iterator[None]:
-        """While adapters are added or removed, which may wrap the output layer, or copy it with its
-        hooks."""
+        """Inside the block, adapters may be added and removed. That may wrap the output layer, or
+        copy it with its hooks, so the plugin's hook on it is set anew afterwards."""
         self.close()
         try:
             yield
@@ -101,7 +104,7 @@ class Runner:
     def _hook_head(self) -> None:
         head = self._model.get_output_embeddings()
         self._hook = head.register_forward_pre_hook(self._select) if head is not None else None
-        # Listed once: a walk over the model takes as long as a layer.
+        # Listed once, since a walk over the model takes as long as a layer.
         self.modules = [*self._model.modules()]
         self.hooks = ForwardHooks(self.modules, self.is_ours)
         self.changes += 1
@@ -134,19 +137,20 @@ class Runner:
             places,
             input_ids=ids.on(device)[:, None],
             position_ids=layout.positions.on(device)[:, None],
-            # Of four dimensions, so that the model makes no mask of its own; the layout has them.
+            # A mask of four dimensions keeps the model from making one; attention takes the
+            # layout's mask.
             attention_mask=torch.zeros(len(tokens), 1, 1, 1, dtype=torch.bool, device=device),
             **{self._cache_name: self.pool, LAYOUT_ARGUMENT: layout},
         )
 
     def static(self, inputs: StaticInputs, width: int, adapter: Adapter | None) -> torch.Tensor:
-        """Run one token in each of some slots. Which operators run, and over which memory, depends
-        on the number of rows, on ``width`` and on the adapter, and on nothing else.
+        """Run one token in each of some slots. The operators, and the memory that they use, depend
+        only on the number of rows, on ``width`` and on the adapter.
 
         Args:
             inputs: The tokens, their positions and their slots.
             width: How many columns of each slot are read.
-            adapter: That of all rows.
+            adapter: The adapter of all rows.
 
         Returns:
             ``[rows, vocab_size]`` logits.
@@ -167,10 +171,10 @@ class Runner:
         return getattr(hook, "__self__", None) in (self, self._adapters)
 
     def _prepare_slot_attention(self) -> Sequence[Pattern]:
-        """What each layer attends to, for attention over slots; the model uses that now."""
+        """Make the model use attention over slots, and return each layer's attention pattern."""
         if self._patterns is None:
             raise ValueError("packed forwards need the layers' attention patterns")
-        if self._config._attn_implementation != SLOT_ATTENTION:  # somebody has set another one
+        if self._config._attn_implementation != SLOT_ATTENTION:  # the user has set another one
             self._model.set_attn_implementation(SLOT_ATTENTION)
         return self._patterns
 
@@ -181,8 +185,8 @@ class Runner:
         adapters: Sequence[Adapter | None],
         wanted: Sequence[int],
     ) -> torch.Tensor:
-        """Run chunks of equal start and size, see :meth:`packed`; the model need only use the cache
-        it is given."""
+        """Run chunks of equal start and size, as :meth:`packed` does. All that the model must do is
+        use the cache that it is given."""
         upload = Upload()
         self.pool.layout = UniformLayout(chunks, upload)
         ids, places = self._ids(tokens, len(chunks.segments), wanted, upload)
@@ -202,16 +206,16 @@ class Runner:
         adapters: Sequence[Adapter | None],
         positions: Sequence[Sequence[int]] | None = None,
     ) -> torch.Tensor:
-        """Run whole contexts without any state, padded on the right, where a causal model does not
-        look.
+        """Run whole contexts without any state. They are padded on the right, to which a causal
+        model does not attend.
 
         Args:
             contexts: Token ids.
             adapters: One per context.
-            positions: Those of each context that are wanted; ``None`` is the last one.
+            positions: The wanted positions of each context; ``None`` means the last one.
 
         Returns:
-            ``[rows, vocab_size]`` logits, those of a context in the order of its positions.
+            ``[rows, vocab_size]`` logits, context by context in the order of ``positions``.
         """
         width = max(len(context) for context in contexts)
         tokens: list[int] = []
@@ -233,15 +237,16 @@ class Runner:
         wanted: Sequence[int],
         empty: Sequence[int] = (),
     ) -> tuple[torch.Tensor, Any]:
-        """Run contexts further by equal length, with transformers' own cache.
+        """Extend contexts by equally many tokens, with transformers' own cache.
 
         Args:
-            cache: What an earlier call returned, written to here; ``None`` begins the contexts.
-            start: How many positions of each context that has.
-            tokens: The next ones of each context.
+            cache: The cache that an earlier call returned, which is changed; ``None`` starts new
+                contexts.
+            start: How many positions of each context ``cache`` has.
+            tokens: The next tokens of each context.
             adapters: One per context.
             wanted: Indices into all tokens, context by context.
-            empty: How many of the first positions of each are empty, if any.
+            empty: How many of the first positions of each context are empty, if any.
 
         Returns:
             ``[len(wanted), vocab_size]`` logits, and the cache.
@@ -254,8 +259,8 @@ class Runner:
         ids, places = self._ids(flat, len(tokens), wanted, upload)
         inputs = {"input_ids": ids, self._cache_name: cache}
         if start and self._takes_positions:
-            # Told, since a model may count from 0 after a state too, as Bamba does, or ask a cache
-            # that does not know.
+            # Positions are given, because a model such as Bamba may otherwise count from 0 after a
+            # state too, or ask a cache that does not know them.
             all_positions = torch.arange(start + ids.shape[1], device=ids.device)
             positions = all_positions[start:].expand_as(ids)
             if fronts is not None:
@@ -273,14 +278,15 @@ class Runner:
         self, tokens: Sequence[int], count: int, wanted: Sequence[int], upload: Upload
     ) -> tuple[torch.Tensor, Indices]:
         """The tokens of ``count`` sequences of equal length, ``[count, tokens]`` on the device, and
-        the places that are wanted."""
+        the indices of the wanted ones."""
         ids, places = upload.add(tokens), upload.add(wanted)
         return ids.on(self.device).view(count, -1), places
 
     def _forward(
         self, adapters: Sequence[Adapter | None], wanted: Indices | None, **inputs: Any
     ) -> torch.Tensor:
-        """Run the model; logits of the wanted positions, of all where that is ``None``."""
+        """Run the model, and return the logits of the wanted positions; of all, if ``wanted`` is
+        ``None``."""
         return self._outputs(adapters, wanted, **inputs)[0]
 
     def _outputs(
@@ -312,7 +318,8 @@ class Runner:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """While it lasts, a model that somebody trains, or a part of it, is in evaluation mode."""
+        """Inside the block, all modules are in evaluation mode, even if the user is training the
+        model."""
         is_trained = any(map(attrgetter("training"), self.modules))
         trained = [each for each in self._model.modules() if each.training] if is_trained else []
         for module in trained:
@@ -332,15 +339,16 @@ class Runner:
 
 
 def served_model(model: Any) -> Any:
-    """The model of transformers inside of what torch.compile and PEFT put around it."""
+    """The model of transformers inside the wrappers of torch.compile and PEFT."""
     return next((one for one in model.modules() if isinstance(one, PreTrainedModel)), model)
 
 
 def _logits(outputs: Any) -> torch.Tensor:
-    """What a forward has given, ``[batch, tokens, vocabulary]``: by its name, or the first tensor.
+    """The logits in a forward's output, ``[batch, tokens, vocabulary]``: the field of that name, or
+    the first tensor.
 
     Raises:
-        ValueError: there is none of such a shape.
+        ValueError: there is no tensor of this shape.
     """
     logits = getattr(outputs, "logits", None)
     if logits is None and isinstance(outputs, Mapping):

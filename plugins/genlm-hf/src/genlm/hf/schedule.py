@@ -54,7 +54,7 @@ class Schedule(Generic[R]):
         self._evaluator = evaluator
         self._size = size
         self._waiting: dict[TokenSequence, R] = {}  # in the order asked
-        # The sequence of which the last chunk was the beginning, and where the chunk ended.
+        # The sequence whose beginning was the last chunk, and where that chunk ended.
         self._begun: tuple[TokenSequence, int] | None = None
 
     def __bool__(self) -> bool:
@@ -66,7 +66,7 @@ class Schedule(Generic[R]):
         self._waiting.update(requests)
 
     def drop(self, requests: Container[R]) -> None:
-        """Drop those of these requests that wait."""
+        """Drop these requests, if they wait."""
         self._waiting = {one: asks for one, asks in self._waiting.items() if asks not in requests}
 
     def clear(self) -> None:
@@ -113,7 +113,8 @@ class Schedule(Generic[R]):
                 chunk = self._chunk(one, chosen)
                 for other in left[turn + 1 :]:
                     if chunk is not None and other.length <= chunk.length:
-                        chosen.takes(other)  # which costs nothing if it is inside the chunk
+                        # A sequence inside the chunk costs nothing.
+                        chosen.takes(other)
                 return chunk
             if turn == 0:
                 chosen.take(one)

@@ -15,8 +15,8 @@ from genlm.kit.kv.sequence import TokenSequence
 
 @torch.no_grad()
 def logprobs(logits: torch.Tensor) -> torch.Tensor:
-    """Float32 log-probabilities, made outside inference mode so that the core may write into
-    them."""
+    """Float32 log-probabilities. They are made outside inference mode, so that the core may write
+    into them."""
     return logits.float().log_softmax(-1)
 
 
@@ -26,9 +26,9 @@ class Scores:
     Args:
         sequences: See :class:`~genlm.kit.kv.scored.ScoredRows`.
         continuations: The continuation of each sequence.
-        evaluator: Says where sequences must be cut.
+        evaluator: Decides where sequences must be divided.
         device: The device of the scores.
-        width: The number of tokens that have mass: the tokenizer's, without padding.
+        width: The number of tokens that have mass: those of the tokenizer, without padding.
 
     Attributes:
         whole: The scores of each continuation, ``[len(continuation)]`` float32.

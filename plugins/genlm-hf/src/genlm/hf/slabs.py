@@ -1,4 +1,4 @@
-"""Slabs: key/value state of many layers in few tensors."""
+"""Slabs: the KV cache of many layers in few tensors."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import torch
 from genlm.hf.costs import costs_of
 from genlm.hf.upload import Indices
 
-#: Slots of so many layers at a time are copied that the copy takes no more bytes, if possible.
+#: A copy moves the slots of so many layers at a time that it takes at most this many bytes, if
+#: possible.
 COPIED_BYTES = 1 << 28
 
-#: A layer, and its ``keys`` or ``values``.
+#: The index of a layer, and ``keys`` or ``values``.
 Part = tuple[int, str]
 
 
 class Slab:
-    """Keys or values of some layers in one tensor, so that one kernel moves the slots of all.
+    """Keys or values of some layers in one tensor, so that one kernel moves the slots of all these
+    layers.
 
     Args:
-        parts: What is in it.
+        parts: The layers, and whether it holds their keys or their values.
         states: ``[parts, slots, heads, columns, head_dim]``.
     """
 
@@ -49,21 +51,21 @@ class Slab:
             fronts[:, slots.on(fronts.device)] = front
 
     def shift(self, slots: Indices, by: int, columns: int) -> None:
-        """Move columns of slots from ``by`` on to their front."""
+        """Move the columns of slots from ``by`` on to their front."""
         at = slots.on(self.states.device)
         for some in _pieces(self.states[:, :, :, : by + columns], len(slots.values)):
-            some[:, at, :, :columns] = some[:, at, :, by:]  # indices copy
+            some[:, at, :, :columns] = some[:, at, :, by:]  # indexing copies
 
     def empty(self, size: int) -> Slab:
-        """Memory for ``size`` positions of one slot of the same."""
+        """A new slab for the same layers, with one slot of ``size`` positions."""
         parts, _, heads, _, dim = self.states.shape
-        with torch.inference_mode(False):  # forwards write to it
+        with torch.inference_mode(False):  # forwards in any of PyTorch's modes write to it
             states = self.states.new_empty(parts, 1, heads, size, dim)
         return Slab(self.parts, states)
 
 
 def _pieces(states: torch.Tensor, slots: int) -> Sequence[torch.Tensor]:
-    """Parts of a slab, so many at a time that a copy of some slots takes little memory."""
+    """A slab in pieces, so that a copy of some slots takes little memory."""
     _, _, heads, columns, dim = states.shape
     each = max(slots * heads * columns * dim * states.element_size(), 1)
     return torch.split(states, max(COPIED_BYTES // each, 1))
@@ -73,7 +75,7 @@ class States(list[tuple[torch.Tensor, torch.Tensor]]):
     """Keys and values of every layer, ``[slots, heads, columns, head_dim]`` each.
 
     Args:
-        slabs: Where they lie.
+        slabs: The tensors that hold them.
     """
 
     def __init__(self, slabs: Sequence[Slab]) -> None:
@@ -87,13 +89,14 @@ class States(list[tuple[torch.Tensor, torch.Tensor]]):
 
     @torch.inference_mode()
     def copy_front(self, source: States, size: int) -> None:
-        """Copy the first positions of other ones."""
+        """Copy the first positions of other states into these."""
         for slab, other in zip(self.slabs, source.slabs, strict=True):
             slab.states[:, :, :, :size] = other.states[:, :, :, :size]
 
     def joined(self, below: States, size: int) -> States:
-        """The first positions of other ones, and then these, in memory of their own."""
-        with torch.inference_mode(False), torch.no_grad():  # forwards write to it
+        """New states: the first positions of other states, followed by these."""
+        # Forwards in any of PyTorch's modes write to it.
+        with torch.inference_mode(False), torch.no_grad():
             return States(
                 [
                     Slab(slab.parts, torch.cat([other.states[:, :, :, :size], slab.states], 3))

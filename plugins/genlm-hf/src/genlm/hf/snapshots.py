@@ -1,4 +1,4 @@
-"""Snapshots: whole states of contexts, for models whose state cannot be cut at any length."""
+"""Snapshots: whole states of contexts, for models whose state cannot be truncated to a prefix."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from genlm.kit.prefixes import (
     tokens_in,
 )
 
-#: A sequence, and what of it is to be computed.
+#: A sequence, with the part of it that is to be computed.
 Placed = Placement[TokenSequence]
 
-#: A sequence of one token costs as much as so many tokens of a long one: 2 with Mamba 2, 5 with
-#: LFM2, on a CPU.
+#: Running one token alone costs as much as this many tokens of a long sequence. On a CPU it is 2
+#: with Mamba 2 and 5 with LFM2.
 SEQUENCE_OF_ONE = 4
 
-#: Contexts of unlike length run together where the longest has at most twice as many tokens as the
-#: shortest, and so many more.
+#: Contexts of unequal length run together if the longest has at most this many times as many tokens
+#: as the shortest, plus this many tokens.
 TWICE, LONGER = 2, 64
 
-#: transformers' layers of a cache whose keys and values have a position for each token, or that
-#: have neither.
+#: transformers' cache layers whose keys and values have a position for each token, or that have no
+#: keys and values.
 OF_ALL_POSITIONS = (
     "DynamicLayer",
     "LinearAttentionAndFullAttentionLayer",
@@ -51,17 +51,16 @@ OF_ALL_POSITIONS = (
 
 @define(eq=False)
 class Snapshot:
-    """The states of contexts, as one forward left them. Those of shorter contexts have empty
-    positions in front.
+    """The states of contexts after one forward. Shorter contexts have empty positions in front.
 
     Attributes:
         cache: transformers' cache object; never written to, since it is copied before use.
-        keys: For each sequence of the cache its context, see
+        keys: The context of each sequence in the cache, as a key of
             :class:`~genlm.kit.kv.sequence.TokenSequence`.
-        pinned: Whether it stays until the state is cleared.
-        unfinished: Whether it is of a chunk that nobody has gone on from yet.
+        pinned: Whether the snapshot stays until all state is cleared.
+        unfinished: Whether it belongs to a chunk whose context has not been continued yet.
         size: Bytes of memory that its tensors hold.
-        width: How many positions it has: as many as its longest context.
+        width: How many positions the cache has: the length of its longest context.
     """
 
     cache: Any
@@ -80,11 +79,11 @@ class Snapshot:
         return self.longest(range(len(self.keys)))
 
     def longest(self, places: Sequence[int]) -> int:
-        """The length of the longest of some contexts, by their places in the cache."""
+        """The length of the longest of the contexts at these indices of the cache."""
         return max(length_of(self.keys[at]) for at in places)
 
 
-#: A snapshot, and the place in its cache of one context.
+#: A snapshot, and the index of one context in its cache.
 Place = tuple[Snapshot, int]
 
 
@@ -93,8 +92,9 @@ class Run:
     """A sequence to compute.
 
     Attributes:
-        sequence: It; it starts before the first of the rows.
-        rows: Those to read on the way: the index of each one's sequence, and its position.
+        sequence: The sequence, which starts before the first of the rows.
+        rows: The rows to read on the way: for each, the index of the sequence that wants it, and
+            its position.
     """
 
     sequence: TokenSequence
@@ -103,13 +103,13 @@ class Run:
 
 @frozen(eq=False)
 class Beginning:
-    """The first tokens of several sequences.
+    """The common first tokens of several sequences.
 
     Attributes:
         sequence: These tokens.
-        waiting: The sequences, by their indices, that would start from there.
-        asked: Whether they are one of the sequences themselves.
-        saved: How much cheaper the sequences are, in tokens, where this is computed first.
+        waiting: The indices of the sequences that would start from there.
+        asked: Whether the first tokens are themselves one of the requested sequences.
+        saved: How many tokens are saved if the beginning is computed first.
     """
 
     sequence: TokenSequence
@@ -119,16 +119,16 @@ class Beginning:
 
 
 class Snapshots:
-    """Keeps snapshots within a budget, the least recently used first out.
+    """Keeps snapshots within a budget, and evicts the least recently used first.
 
     A context starts from a snapshot of exactly its first tokens.
 
     Args:
         budget: The most bytes that all of them may take.
         forward: What a forward costs beside its tokens, in tokens.
-        at_once: Whether the other tokens of a context are run at once. If not, they are run one at
-            a time, or the whole context at once, whichever is cheaper.
-        ragged: Whether contexts of unlike length may go on together.
+        at_once: Whether all new tokens of a context may run in one forward. If not, they run one at
+            a time, or the whole context is computed again in one forward, whichever is cheaper.
+        ragged: Whether contexts of unequal length may be extended together.
     """
 
     def __init__(self, budget: int, forward: int, at_once: bool, ragged: bool) -> None:
@@ -137,34 +137,34 @@ class Snapshots:
         self.forward = forward
         self._used: OrderedDict[Snapshot, None] = OrderedDict()  # the least recently used first
         self._places: PrefixIndex[bytes, Place] = PrefixIndex()
-        self._state = object()  # another one whenever the places change
+        # Replaced whenever `_places` changes, so that sequences notice outdated look-ups.
+        self._state = object()
 
     def fits(self, length: int) -> bool:
-        """Whether any context may be kept: how large a state is does not show before it is
-        there."""
+        """Whether any context may be kept. The size of a state is unknown before it is computed."""
         return self._budget > 0
 
     def known(self, sequence: TokenSequence) -> int:
-        """How many leading tokens need not be computed, where it is computed alone."""
+        """How many leading tokens of a sequence need not be computed if it is computed alone."""
         return self._cheapest(self._start(sequence), sequence.length, 1)[1]
 
     def runs(self, sequences: Sequence[TokenSequence], indices: Iterable[int]) -> dict[int, Run]:
-        """What to compute for some sequences, by the last one of each run; where a sequence begins
-        with others, their rows may be read on its way."""
+        """The runs that compute some sequences, each under the index of its last sequence. If a
+        sequence begins with others, their rows may be read while it is computed."""
         placed = [Placement(at, sequences[at], None, self._start(sequences[at])) for at in indices]
         if all(one.sequence.length == one.start + 1 for one in placed):
             return {one.index: Run(one.sequence, one.rows()) for one in placed}
         return {route[-1].index: _run(route) for route in _routes(placed, self.forward)}
 
     def beginnings(self, sequences: Mapping[int, TokenSequence]) -> list[Beginning]:
-        """What some of the sequences begin with and is cheaper to compute first, the best first."""
+        """The common beginnings of sequences that are worth computing first, best first."""
         starts = {at: self._start(one) for at, one in sequences.items()}
         if all(sequences[at].length == start + 1 for at, start in starts.items()):
-            return []  # as in most steps: each goes on from what is known
+            return []  # the usual step: each sequence extends a known context by one token
         ordered = sorted(starts, key=lambda at: sequences[at].key)
         common = [_common_start(sequences[a], sequences[b]) for a, b in pairwise(ordered)]
         parts = [(ordered[first : last + 1], size) for first, last, size in parts_of(common)]
-        # What leaves a known context may not be the last to do so: it counts twice.
+        # A sequence that leaves a known context may not be the last to do so, so it counts twice.
         parts += [([at, at], self._near(sequences[at])) for at in ordered]
         found = [self._beginning(sequences, starts, *part) for part in parts]
         worthwhile = [one for one in found if one is not None and one.saved > 0]
@@ -173,17 +173,19 @@ class Snapshots:
     def groups(
         self, sequences: Mapping[int, TokenSequence], max_tokens: int
     ) -> Iterator[tuple[int, list[int], Any]]:
-        """Sequences that are computed together: where the longest starts, which they are, and the
-        cache that they start from (``None`` at 0), of at most about ``max_tokens`` new tokens."""
+        """The groups of sequences that are computed together, each with at most about
+        ``max_tokens`` new tokens. Yields the start of the group's longest sequence, the indices,
+        and the cache from which they start (``None`` at 0)."""
         found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for at, one in sequences.items():
             found[self._start(one), one.length].append(at)
-        # By how many tokens are new and, where they must be of one length, that.
+        # The key is the number of new tokens and, if contexts must have equal length, the length.
         groups: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for (known, length), some in found.items():
             start = self._cheapest(known, length, len(some))[1]
             groups[length - start, 0 if start and self._ragged else length] += some
-        # Looked up now: what is kept of a group may drive out what the next one starts from.
+        # All places are looked up now, because keeping the state of one group may evict snapshots
+        # that the next group starts from.
         places = {
             at: self._places[self._found(sequences[at])]
             for (new, _), some in groups.items()
@@ -191,7 +193,8 @@ class Snapshots:
             if sequences[at].length > new
         }
         for snapshot in {snapshot: None for snapshot, _ in places.values()}:
-            # A chunk is gone on from once: then it goes before what others may go on from.
+            # A chunk's snapshot is used only once. It is evicted before others, which may be used
+            # again.
             self._used.move_to_end(snapshot, last=not snapshot.unfinished)
             snapshot.unfinished = False
         for (new, _), group in groups.items():
@@ -201,12 +204,13 @@ class Snapshots:
                 yield start, batch, joined([places[at] for at in batch]) if start else None
 
     def _start(self, sequence: TokenSequence) -> int:
-        """The length of the longest snapshot that it may start from; 0 if there is none."""
+        """The length of the longest snapshot that a sequence may start from; 0 without one."""
         found = self._found(sequence)
         return 0 if found is None else length_of(found)
 
     def _found(self, sequence: TokenSequence) -> Any:
-        """The key of that snapshot, or ``None``; looked up once, since keys are long."""
+        """The key of the longest snapshot that a sequence may start from, or ``None``. It is looked
+        up once, since keys are long."""
         state, found, _ = sequence.looked_up
         if state is not self._state:
             found = self._places.longest_prefix(prefix_of(sequence.key, sequence.latest_start))
@@ -214,8 +218,8 @@ class Snapshots:
         return found
 
     def _near(self, sequence: TokenSequence) -> int:
-        """How many tokens it has in common with a known context that it leaves, and may start from;
-        all that it may of a score, whose context may have other continuations."""
+        """How many tokens a sequence may share with others: those in common with the nearest known
+        context or, for a score, its whole context, which may get other continuations."""
         if sequence.keep > 1:
             return sequence.latest_start
         shared = tokens_in(self._places.nearest(sequence.key)[1])
@@ -228,7 +232,8 @@ class Snapshots:
         some: Sequence[int],
         size: int,
     ) -> Beginning | None:
-        """The first tokens of some sequences; ``None`` where no one lacks them."""
+        """The first ``size`` tokens of some sequences; ``None`` if their state is known for all of
+        them."""
         waiting = [at for at in some if starts[at] < size <= sequences[at].latest_start]
         if not waiting:
             return None
@@ -246,8 +251,8 @@ class Snapshots:
         return Beginning(sequence, waiting, asked, before - after - cost)
 
     def _cheapest(self, start: int, length: int, count: int) -> tuple[int, int]:
-        """What it costs, in tokens, to compute so many contexts that start and end together, and
-        where they had best start."""
+        """The least cost, in tokens, of computing ``count`` contexts of equal start and length, and
+        the start at which it is reached."""
         whole = self.forward + count * length, 0
         if self.at_once:
             return whole[0] - count * start, start
@@ -255,7 +260,7 @@ class Snapshots:
         return min(steps, whole) if start else whole
 
     def keep(self, keys: Sequence[bytes], cache: Any) -> None:
-        """Keep what a forward left of contexts, unless it is larger than what the pinned ones leave
+        """Keep the state of contexts after a forward, unless it exceeds what pinned snapshots leave
         of the budget."""
         _compact(cache)
         snapshot = Snapshot(cache, keys)
@@ -273,13 +278,13 @@ class Snapshots:
                 self._places.add(key, (snapshot, at))
 
     def leave_unfinished(self, chunk: TokenSequence) -> None:
-        """Say that a context was computed only for one that goes on from it."""
+        """Note that a context was computed only as the beginning of a longer one."""
         if place := self._places.get(chunk.key):
             place[0].unfinished = True
 
     def pin(self, sequence: TokenSequence) -> bool:
-        """Keep the snapshot of a sequence until :meth:`clear`; ``False`` if it has none of its
-        own."""
+        """Keep the snapshot of a sequence until :meth:`clear`; ``False`` if the sequence has no
+        snapshot of its own."""
         place = self._places.get(sequence.key)
         if place is None or len(place[0].keys) > 1:
             return False
@@ -298,8 +303,8 @@ class Snapshots:
             self._drop(snapshot)
 
     def drop_adapter(self, adapter: Adapter) -> None:
-        """Forget the contexts computed with an adapter, pinned ones included. Snapshots that others
-        share stay."""
+        """Forget the contexts computed with an adapter, pinned ones included. A snapshot that also
+        holds other contexts stays."""
         header = key_of(adapter.version, ())
         for key in [key for key in self._places if key.startswith(header)]:
             self._places.remove(key)
@@ -317,24 +322,27 @@ class Snapshots:
 
 
 def _common_start(one: TokenSequence, other: TokenSequence) -> int:
-    """How many tokens both, or the other after the one, may start from; in the order of keys."""
+    """The length of the longest beginning from which both sequences may start, where ``one`` sorts
+    before ``other``. It may also be all of ``one``."""
     shared = shared_length(one.key, other.key)
     latest = one.length if one.length == shared else one.latest_start
     return min(shared, latest, other.latest_start)
 
 
 def _routes(batch: Sequence[Placed], forward: float) -> list[list[Placed]]:
-    """Placements, each behind those whose rows are read on the way to it, the shortest first.
+    """Routes of placements. The rows of a route's shorter placements are read on the way to its
+    last.
 
-    No state is kept of those, and what goes on from one of them computes half of the route again,
-    on average. So a route has no more tokens than the forwards are worth that it saves.
+    The shorter placements leave no state, so extending one of them computes half of the route
+    again, on average. So a route is only so long that this costs no more than the forwards it
+    saves.
 
     Args:
         batch: What is to be computed.
         forward: What a forward costs beside its tokens, in tokens.
     """
     wholes, found = nested(batch), list[list[Placed]]()
-    together = sum(bool(whole.inside) for whole in wholes)  # which share each forward
+    together = sum(bool(whole.inside) for whole in wholes)  # these routes share each forward
     for whole in wholes:
         start, route = whole.start, list[Placed]()
         for part in (*reversed(whole.inside), whole):
@@ -348,7 +356,7 @@ def _routes(batch: Sequence[Placed], forward: float) -> list[list[Placed]]:
 
 
 def _run(some: Sequence[Placed]) -> Run:
-    """Sequences of which each one begins with the one before it, as one."""
+    """One run for sequences, each of which begins with the one before it."""
     *inside, last = some
     last.inside, sequence = inside, last.sequence
     if inside:
@@ -358,8 +366,8 @@ def _run(some: Sequence[Placed]) -> Run:
 
 
 def _alike(lengths: Mapping[int, int], count: int) -> Iterator[list[int]]:
-    """Sequences, by their lengths, in batches of at most so many, none of which is mostly empty;
-    the longest comes last."""
+    """Divide sequences of given lengths into batches of at most ``count``, none of them mostly
+    padding. The longest sequence of a batch comes last."""
     batch: list[int] = []
     for at in sorted(lengths, key=lengths.__getitem__):
         if batch and (len(batch) == count or lengths[at] > TWICE * lengths[batch[0]] + LONGER):
@@ -372,16 +380,16 @@ def _alike(lengths: Mapping[int, int], count: int) -> Iterator[list[int]]:
 def steps(
     runner: Runner, runs: Sequence[Run], start: int, cache: Any, at_once: bool
 ) -> tuple[list[int], torch.Tensor, Any]:
-    """Run the rest of some sequences, of which equally many tokens are new: at once, or, where it
-    is not all, token by token. Recurrent models may take several tokens as a beginning, and ignore
-    what their cache holds.
+    """Run the new tokens of some sequences, equally many in each: in one forward, or token by token
+    if ``at_once`` is false and they continue a state. Some recurrent models treat several tokens as
+    a new context, and ignore the state in their cache.
 
     Args:
         runner: The model.
         runs: What to compute, the longest last.
-        start: Where that one starts.
-        cache: What they start from.
-        at_once: Whether all tokens are run at once.
+        start: The start of the longest sequence.
+        cache: The state from which they start.
+        at_once: Whether all new tokens run in one forward.
 
     Returns:
         For each row of logits, the index of its sequence; the logits; the cache.
@@ -410,17 +418,19 @@ def steps(
         start = stop
     if len(parts) == 1:
         return owners, parts[0], cache
-    # The steps of one sequence together, in order.
+    # Order the rows by sequence, then by step.
     order = sorted(range(len(owners)), key=owners.__getitem__)
     ordered = Upload().add(order).on(parts[0].device)
     return [owners[at] for at in order], torch.cat(parts).index_select(0, ordered), cache
 
 
 def joined(places: Sequence[Place]) -> Any:
-    """A new cache of copies of these contexts; shorter ones get empty positions in front.
+    """A new cache with copies of these contexts' states; shorter contexts get empty positions in
+    front.
 
     Raises:
-        ValueError: they are of unlike length, and a layer of the cache is of another kind.
+        ValueError: the contexts have unequal lengths, and the cache has a layer that cannot be
+            padded.
     """
     with _mode_of(places[0][0].cache):
         return _joined(places)
@@ -435,8 +445,8 @@ def _joined(places: Sequence[Place]) -> Any:
     parts = zip(*(_selected(*run, width) for run in runs), strict=True)
     tensors = [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
     cache = runs[0][0].cache
-    # What the memo holds is not copied, but taken: lengths and flags come from the first cache,
-    # tensors from all.
+    # deepcopy takes the tensors from its memo instead of copying them. Lengths and flags come from
+    # the first cache, tensors from all caches.
     return deepcopy(
         cache, {id(old): new for old, new in zip(_tensors(cache), tensors, strict=True)}
     )
@@ -445,7 +455,8 @@ def _joined(places: Sequence[Place]) -> Any:
 def _selected(
     snapshot: Snapshot, places: Places, longest: int, width: int
 ) -> Iterator[torch.Tensor]:
-    """Copies of some contexts, of which the longest has so many positions, at another width."""
+    """Copies of the tensors of some contexts, resized from the snapshot's width to ``width``.
+    ``longest`` is the length of the longest of them."""
     unused = snapshot.width - longest
     lasting = {id(one) for one in _of_all_positions(snapshot)} if unused or width > longest else ()
     for tensor in _tensors(snapshot.cache):
@@ -462,7 +473,7 @@ def _selected(
 
 
 def _of_all_positions(snapshot: Snapshot) -> Iterator[torch.Tensor]:
-    """Its tensors that have a position for each token, in the last dimension but one."""
+    """The snapshot's tensors that have a position for each token, in the last dimension but one."""
     for layer in getattr(snapshot.cache, "layers", [None]):
         if type(layer).__name__ not in OF_ALL_POSITIONS:
             raise ValueError(f"its cache has a {type(layer).__name__}")
@@ -471,7 +482,8 @@ def _of_all_positions(snapshot: Snapshot) -> Iterator[torch.Tensor]:
 
 
 def _compact(cache: Any) -> None:
-    """Hold no memory beyond what a cache shows: a window is a view of all that was computed."""
+    """Copy tensors that are views of larger memory, such as the window of a longer computation, so
+    that this memory is freed."""
     with _mode_of(cache):
         for tensor in _tensors(cache):
             if tensor.untyped_storage().nbytes() >= 2 * tensor.nbytes:
@@ -479,15 +491,15 @@ def _compact(cache: Any) -> None:
 
 
 def _mode_of(cache: Any) -> AbstractContextManager[Any]:
-    """The mode of PyTorch in which a cache was computed: tensors of inference mode can be copied
-    and changed in that mode only."""
+    """The mode of PyTorch in which a cache was computed. Tensors made in inference mode can be
+    copied and changed only in that mode."""
     inference = any(tensor.is_inference() for tensor in _tensors(cache))
     return torch.inference_mode() if inference else torch.no_grad()
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a batch within an object, always in the same order; single numbers, such as a
-    window's length, are the same for all its sequences."""
+    """All tensors of a batch within an object, always in the same order. Tensors of single numbers,
+    such as a window's length, are left out: they are equal for all sequences of the batch."""
     if isinstance(state, torch.Tensor):
         if state.ndim:
             yield state

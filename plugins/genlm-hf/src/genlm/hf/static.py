@@ -21,11 +21,11 @@ from genlm.kit.segments import Slot
 
 logger = get_logger()
 
-#: Columns are read in multiples of so many.
+#: The width of a step is a multiple of this many columns.
 COLUMNS = 64
 
-#: A shape is recorded when it has come so often. The last time before, the step runs as it will be
-#: recorded, since a first forward may make what later ones use.
+#: A shape is recorded at its third step. The second one runs as it will be recorded, because a
+#: first forward may allocate what later ones use.
 RECORDED_AFTER = 3
 
 
@@ -43,7 +43,7 @@ class StaticShape:
 
     @classmethod
     def of(cls, runner: Runner, rows: int, length: int) -> StaticShape:
-        """The least shape for some contexts, the longest of a length."""
+        """The smallest shape for ``rows`` contexts of at most ``length`` tokens."""
         width = -(-length // COLUMNS) * COLUMNS
         return cls(1 << (rows - 1).bit_length(), min(width, runner.pool.columns))
 
@@ -52,12 +52,12 @@ class StaticStep:
     """A step of one shape.
 
     Args:
-        runner: Runs it.
+        runner: Runs the step.
         shape: Its shape.
         adapter: The adapter of all rows.
 
     Attributes:
-        is_recorded: Whether it is replayed.
+        is_recorded: Whether the step is replayed from a recording.
     """
 
     def __init__(self, runner: Runner, shape: StaticShape, adapter: Adapter | None) -> None:
@@ -70,10 +70,10 @@ class StaticStep:
         return self._recording is not None
 
     def record(self, recorder: Recorder) -> None:
-        """Record it, so that it is replayed from now on.
+        """Record the step, so that it is replayed from now on.
 
         Raises:
-            Exception: it cannot be recorded.
+            Exception: the step cannot be recorded.
         """
         self._recording = recorder.record(self._forward)
 
@@ -83,14 +83,14 @@ class StaticStep:
         """One step: ``[len(ids), vocab_size]`` logits.
 
         Args:
-            ids: At most as many tokens as the shape has rows.
-            positions, slots: Where they are.
+            ids: The tokens, at most as many as the shape has rows.
+            positions, slots: The position and the slot of each token.
         """
         self._inputs.fill(ids, positions, slots)
         if self._recording is None:
             return self._forward()[: len(ids)]
         self._recording.replay()
-        return self._recording.result[: len(ids)].clone()  # the next replay writes over it
+        return self._recording.result[: len(ids)].clone()  # the next replay overwrites the result
 
     def _forward(self) -> torch.Tensor:
         return self._runner.static(self._inputs, self._shape.width, self._adapter)
@@ -102,18 +102,19 @@ Key = tuple[StaticShape, int]
 
 @define(eq=False)
 class StaticSteps:
-    """Runs forwards; those that give one token to each of some slots, all with one adapter, in
-    constant shape. A shape that comes often is recorded, and replayed from then on.
+    """Runs forwards. Steps that add one token to each of some slots, all with one adapter, have a
+    constant shape. A frequent shape is recorded, and replayed from then on.
 
-    A recording knows the addresses of the model's weights, and the pool's. So all are dropped when
-    the pool is resized, an adapter comes or goes, or a tensor of the model becomes another one. A
-    recording does not know hooks: while somebody has set some on the model, all is computed chunk
-    by chunk.
+    A recording contains the addresses of the model's weights and of the pool. So all recordings are
+    dropped when the pool is resized, an adapter is added or removed, or a tensor of the model is
+    replaced. A recording does not call hooks: while the user has set hooks on the model, everything
+    is computed chunk by chunk.
 
     Attributes:
         runner: Runs forwards.
-        recorder: Records them; ``None`` where nothing can.
-        most: The most bytes of recordings. A shape with which there are more is not recorded again.
+        recorder: Records the steps; ``None`` if the device has no recorder.
+        most: The most bytes of recordings. A shape whose recording exceeds it is not recorded
+            again.
     """
 
     runner: Runner
@@ -133,12 +134,12 @@ class StaticSteps:
         adapters: Sequence[Adapter | None],
         wanted: Sequence[int],
     ) -> torch.Tensor:
-        """Run chunks, see :meth:`Runner.packed`."""
+        """Run chunks, as :meth:`Runner.packed` does."""
         self._drop_what_is_old()
         step = self._step(chunks, tokens, adapters, wanted)
         if step is None:
             return self.runner.packed(chunks, tokens, adapters, wanted)
-        # In the order of what is wanted, so that the rows need no further one.
+        # Rows run in the wanted order, so that they need not be reordered.
         slots = [segment.index for segment in chunks.segments if isinstance(segment, Slot)]
         columns = (tokens, chunks.starts, slots)
         return step.run(*([column[at] for at in wanted] for column in columns))
@@ -164,7 +165,8 @@ class StaticSteps:
         adapters: Sequence[Adapter | None],
         wanted: Sequence[int],
     ) -> StaticStep | None:
-        """The step that computes chunks; ``None`` where none does, or the shape is new."""
+        """The step that computes chunks; ``None`` if no step of constant shape can, or the shape is
+        still rare."""
         count, adapter = len(tokens), adapters[0]
         is_plain = (
             len(chunks.segments) == len(wanted) == count
@@ -189,12 +191,12 @@ class StaticSteps:
         return self._steps.get(key)
 
     def _record(self, step: StaticStep, recorder: Recorder, key: Key) -> None:
-        """Record a step. Where there is no memory for it, all recordings are dropped, and its shape
-        is computed chunk by chunk from now on; where it fails otherwise, all shapes are."""
+        """Record a step. If its memory runs out, all recordings are dropped, and this shape is
+        computed chunk by chunk from now on. After any other failure, all shapes are."""
         rows, columns = key[0].rows, key[0].width
         try:
             step.record(recorder)
-        except Exception as error:  # of the driver, or of code that a graph cannot hold
+        except Exception as error:  # from the driver, or from code that a graph cannot hold
             self._failed = not is_out_of_memory(error)
             if self._failed:
                 why = describe_error(error)

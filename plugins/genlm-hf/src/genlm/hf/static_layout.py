@@ -13,16 +13,17 @@ from genlm.hf.upload import on_host
 
 
 class StaticInputs:
-    """What a step of constant shape reads, in memory that stays: a recorded step reads it there.
+    """The inputs of a step of constant shape. They stay at the same addresses, from which a
+    recorded step reads them.
 
     Args:
         rows: How many tokens the step has.
         device: What computes.
 
     Attributes:
-        ids, positions, slots: Of each token, ``[rows]`` int64.
-        unused_mask: ``[rows, 1, 1, 1]``: of four dimensions, so that the model makes no mask of its
-            own; the layout has them.
+        ids, positions, slots: The id, position and slot of each token, ``[rows]`` int64.
+        unused_mask: ``[rows, 1, 1, 1]``. A mask of four dimensions keeps the model from making one;
+            attention takes the layout's mask.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -31,8 +32,8 @@ class StaticInputs:
         self.unused_mask = torch.zeros(rows, 1, 1, 1, dtype=torch.bool, device=device)
 
     def fill(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> None:
-        """Set them, in one copy. Rows that are left over repeat the first one: they write to its
-        slot what it writes itself, and nobody reads their logits."""
+        """Set all inputs, in one copy to the device. Unused rows repeat the first one: they write
+        the same values to its slot, and their logits are ignored."""
         more = len(self.ids) - len(ids)
         values = [
             value
@@ -46,8 +47,8 @@ class StaticInputs:
 
 class StaticLayout(Layout):
     """One token for each of some slots, ``[rows, 1]``. Slots and positions are tensors, and a mask
-    made of the positions hides the columns beyond them. So the operators of a forward, and the
-    memory that they read and write, depend on the number of rows and columns alone.
+    computed from the positions hides later columns. So the operators of a forward, and the memory
+    that they use, depend only on the number of rows and columns.
 
     Args:
         inputs: The tokens' positions and slots.
@@ -55,7 +56,7 @@ class StaticLayout(Layout):
         width: How many columns are read.
 
     Attributes:
-        groups: This: all slots are one group of attention.
+        groups: This layout itself, since all slots are one group of attention.
     """
 
     size = 1
@@ -80,7 +81,7 @@ class StaticLayout(Layout):
     def own(
         self, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values of these slots: what was read."""
+        """The keys and values of these slots, which :meth:`read` has already selected."""
         return key, value
 
     def gather(self, query: torch.Tensor) -> torch.Tensor:
@@ -92,7 +93,8 @@ class StaticLayout(Layout):
         return output.flatten(0, 1)
 
     def mask(self, pattern: Pattern, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Additive ``[rows, 1, 1, width]``, made once in a forward: a layout lives for one."""
+        """An additive mask, ``[rows, 1, 1, width]``, made once for all layers: each forward has its
+        own layout."""
         key = (pattern, dtype)
         if key not in self._masks:
             columns = torch.arange(self._width, device=device)

@@ -1,4 +1,4 @@
-"""Strategies: key/value state in slots and trunks, or in snapshots, or none."""
+"""Strategies: the KV cache in slots and trunks, in snapshots, or none."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ logger = get_logger()
 #: A sequence, and where it is computed.
 Placed = Placement[TokenSequence]
 
-#: A placed sequence, and the start and stop of the positions of it that one forward computes.
+#: A placed sequence, and the start and stop (exclusive) of its positions that one forward computes.
 Part = tuple[Placed, int, int]
 
-#: What sharing is weighed with, but for what depends on the device.
+#: The costs of sharing that do not depend on the device.
 SHARING_COSTS = SharingCosts()
 
-#: Which part of the memory for state recorded steps may take: one in so many.
+#: Recorded steps may take this fraction of the memory for state: one part in so many.
 RECORDED_SHARE = 8
 
-#: A forward: chunks, their tokens, an adapter for each chunk, which tokens are wanted; gives their
-#: logits.
+#: A forward. Its arguments are chunks, their tokens, an adapter for each chunk, and the indices of
+#: the wanted tokens; it returns their logits.
 Forward = Callable[[Chunks, Sequence[int], Sequence[Adapter | None], Sequence[int]], torch.Tensor]
 
 
 @frozen(eq=False)
 class Result:
-    """What one forward gave.
+    """The result of one forward.
 
     Attributes:
         owners: For each row of ``logits``, the index of the sequence that it belongs to; the rows
             of a sequence come in order.
         logits: ``[len(owners), vocab_size]``, in the model's type.
-        has_later: Whether the forward also computed tokens that come after some of the rows:
-            further ones of a sequence, or padding. Where one of them is nan, it may have made these
-            rows nan: a masked column still takes part in products, and 0 * nan is nan.
-        nan: ``[len(owners)]`` on the device: whether a row is nan. One value of a row tells: each
-            is a sum over the whole state.
+        has_later: Whether the forward also computed tokens after some of the rows: further tokens
+            of a sequence, or padding. If one of these is NaN, it may have made the rows NaN,
+            because a masked column still takes part in products, and 0 * nan is nan.
+        nan: ``[len(owners)]`` on the device: whether a row is NaN. One value of a row is enough to
+            tell, because each is a sum over the whole state.
     """
 
     owners: list[int]
@@ -75,12 +75,12 @@ class Result:
 
 @frozen(eq=False)
 class Computed:
-    """What forwards have written into assigned slots and trunks, whether or not it is numbers.
+    """State that forwards have written into assigned slots and trunks, and that may be NaN.
 
     Attributes:
-        placed: What they computed.
-        owners: For each flag the index of its sequence.
-        flags: On the device: whether a row was nan.
+        placed: The sequences that they computed.
+        owners: For each flag, the index of its sequence.
+        flags: On the device, whether a row was NaN.
     """
 
     placed: list[Placed]
@@ -88,23 +88,23 @@ class Computed:
     flags: list[torch.Tensor]
 
     def broken(self) -> set[int]:
-        """The sequences with a row of nan, also of what is inside; the device is waited for, if it
-        still computes."""
+        """The indices of sequences with a NaN row, their own or of a sequence inside. This waits
+        for the device."""
         nan = {self.owners[at] for at in torch.cat(self.flags).nonzero().flatten().tolist()}
         return {one.index for one in self.placed if nan and not nan.isdisjoint(one.indices())}
 
 
 @define(eq=False)
 class Strategy:
-    """How sequences become forwards; this one keeps no state: every context is computed whole, in
-    padded batches of similar length.
+    """How sequences become forwards. This base class keeps no state: every context is computed
+    whole, in padded batches of similar length.
 
-    The base of the others, which compute so what they cannot keep. There is one for each reuse
-    mode, chosen once, when the model is loaded.
+    Its subclasses do the same for contexts whose state they cannot keep. The strategy is chosen by
+    the reuse mode, once, when the model is loaded.
 
-    A strategy decides which tokens go into one forward, and when what a forward has written counts
-    as kept. It does not decide which sequences are asked for (the evaluator does), nor, where state
-    lies in slots and trunks, what is kept, shared, copied and evicted: that is the planner's.
+    A strategy decides which tokens go into one forward, and when the state that a forward has
+    written counts as kept. The evaluator decides which sequences are computed. For state in slots
+    and trunks, the planner decides what is kept, shared, copied and evicted.
 
     Attributes:
         runner: Runs forwards.
@@ -128,7 +128,7 @@ class Strategy:
         return [0] * len(sequences)
 
     def batch_cost(self) -> BatchCost[Any]:
-        """What further sequences cost beside those of a batch: none waits for another."""
+        """The cost of adding further sequences to a batch; here none waits for another."""
         return BatchCost(math.inf, nests=True)
 
     def compute(
@@ -150,8 +150,8 @@ class Strategy:
         Args:
             sequences: All sequences.
             indices: Those to compute.
-            padded: Whether sequences of unequal length may share a forward, and so one be inside of
-                another.
+            padded: Whether sequences of unequal length may share a forward, and a sequence be
+                computed inside a longer one that begins with it.
         """
         placed = [Placement(at, sequences[at]) for at in indices]
         ordered = sorted(nested(placed) if padded else placed, key=lambda one: -one.sequence.length)
@@ -172,15 +172,15 @@ class Strategy:
             yield Result(owners, logits, has_later)
 
     def pin(self, sequence: TokenSequence) -> bool:
-        """Keep the state of a sequence until :meth:`clear`; ``False`` if there is none of its
-        own."""
+        """Keep the state of a sequence until :meth:`clear`; ``False`` if the sequence has no state
+        of its own."""
         return True  # there is nothing to keep
 
     def clear(self) -> None:
         """Drop all state."""
 
     def leave_unfinished(self, chunk: TokenSequence) -> None:
-        """Say that a context was computed only for one that goes on from it."""
+        """Note that a context was computed only as the beginning of a longer one."""
 
     def drop_unpinned(self) -> None:
         """Drop all state but that of pinned contexts."""
@@ -191,11 +191,11 @@ class Strategy:
 
 @define(eq=False)
 class InSlots(Strategy):
-    """With state in slots and trunks; how forwards are made is left to the two below.
+    """Strategies with state in slots and trunks. The two subclasses make the forwards.
 
-    State with nan must not be kept: what shares a prefix would start from it, and a masked column
-    still takes part in the products. Whether there is any is looked at before the state is used,
-    a step later. So no step waits for its own forward.
+    State with NaN must not be kept: contexts that share the prefix would start from it, and a
+    masked column still takes part in products. The engine looks for NaN one step later, before the
+    state is used, so no step waits for its own forward.
     """
 
     _planner: Planner[TokenSequence]
@@ -207,17 +207,17 @@ class InSlots(Strategy):
 
     @property
     def planner(self) -> Planner[TokenSequence]:
-        """The planner, once it has been told what became of the step before: what was computed
-        then is kept, or given up where it is nan."""
+        """The planner. Before it is used, the state of the previous step is kept, or given up where
+        it is NaN."""
         done, self._unsettled = self._unsettled, None
         if done is not None:
-            if broken := done.broken():  # where nobody has looked before they were answered
+            if broken := done.broken():  # the answers may have been given without looking for NaN
                 logger.warning("rows.nan", rows=len(broken))
             self._settle(done, broken)
         return self._planner
 
     def _settle(self, done: Computed, broken: set[int]) -> None:
-        """Keep the state of those that are not broken."""
+        """Keep the state of the sequences that are not broken."""
         try:
             self._planner.commit([one for one in done.placed if one.index not in broken])
         except (RuntimeError, MemoryError) as error:
@@ -243,7 +243,7 @@ class InSlots(Strategy):
             if not batch:
                 yield from self.plain(sequences, left)
                 return
-            if len(batch) == len(left):  # as usual
+            if len(batch) == len(left):  # the usual case
                 left = []
             else:
                 placed = {index for one in batch for index in one.indices()}
@@ -275,7 +275,7 @@ class InSlots(Strategy):
 
 @define(eq=False)
 class Packed(InSlots):
-    """Any chunks of any sequences in one forward; steps of one token each perhaps in constant
+    """Chunks of any size and start in one forward. Steps of one token each may have a constant
     shape."""
 
     _static: StaticSteps | None = None
@@ -307,7 +307,7 @@ class Packed(InSlots):
 
 @define(eq=False)
 class Uniform(InSlots):
-    """Sequences that begin and end together in one forward."""
+    """Sequences of equal start and length in one forward."""
 
     def forwards(self, placed: Sequence[Placed]) -> Iterator[Result]:
         groups: dict[tuple[int, int], list[Placed]] = {}
@@ -325,7 +325,8 @@ class Uniform(InSlots):
 
 def _forward(run: Forward, parts: Iterable[Part]) -> Result:
     """One forward over parts of sequences."""
-    # What runs: each part, cut where its sequence goes from one segment to the next.
+    # The forward computes these pieces: each part, divided where its sequence goes from one segment
+    # to the next.
     pieces = [
         (one, one.sequence, segment, first, last)
         for one, start, stop in parts
@@ -339,14 +340,14 @@ def _forward(run: Forward, parts: Iterable[Part]) -> Result:
         for sequence, start, size in zip(sequences, starts, chunks.sizes, strict=True)
         for token in sequence.tokens.since(start)[:size]
     ]
-    # What is read: of each piece the last positions that its sequence wants.
+    # It reads the last positions of each piece, as far as the sequence wants them.
     kept = [*map(max, [sequence.latest_start for sequence in sequences], starts)]
     counts = [*map(max, map(sub, stops, kept), repeat(0))]
     owners = chain.from_iterable(map(repeat, [one.index for one in placed], counts))
     positions = ranges(map(sub, stops, counts), stops)
     places = ranges(map(sub, chunks.ends, counts), chunks.ends)
     wanted = [*zip(owners, positions, places, strict=True)]
-    # And those that the sequences inside of it want.
+    # It also reads the rows that sequences inside of a piece want.
     for at, other in [(at, other) for at, one in enumerate(placed) for other in one.inside]:
         first = max(other.sequence.latest_start, starts[at])
         last, before = min(other.sequence.length, stops[at]), chunks.ends[at] - stops[at]
@@ -359,14 +360,16 @@ def _forward(run: Forward, parts: Iterable[Part]) -> Result:
 
 
 def _place(piece: tuple[Placed, TokenSequence, Segment, int, int]) -> int:
-    """Slots by index, so that neighbours are read without a copy; then trunks."""
+    """The sort key of a piece: slots by index, so that neighbours are read without a copy, then
+    trunks."""
     segment = piece[2]
     return segment.index if isinstance(segment, Slot) else sys.maxsize
 
 
 @define(eq=False)
 class InSnapshots(Strategy):
-    """With snapshots: contexts that grow by equal length together."""
+    """The strategy with snapshots: contexts that are extended by equally many tokens run
+    together."""
 
     snapshots: Snapshots
 
@@ -381,7 +384,8 @@ class InSnapshots(Strategy):
         return list(map(self.snapshots.known, sequences))
 
     def batch_cost(self) -> BatchCost[Any]:
-        # Where new tokens run one at a time, a context may be computed whole behind another one.
+        # If new tokens run one at a time, a context may be computed whole, and then it does not
+        # share.
         at_once = self.snapshots.at_once
         return BatchCost(self.snapshots.forward if at_once else math.inf, nests=at_once)
 
@@ -391,11 +395,13 @@ class InSnapshots(Strategy):
         yield from self._results(self.snapshots.runs(sequences, indices), set())
 
     def _results(self, runs: Mapping[int, Run], tried: set[bytes]) -> Iterator[Result]:
-        """What runs give; what they begin with comes first, and what that begins with before it.
+        """The results of runs. Common beginnings are computed first, and the beginnings of those
+        before them.
 
         Args:
-            runs: By the last sequence of each.
-            tried: The beginnings that have been computed, and may not have been kept.
+            runs: The runs, each under the index of its last sequence.
+            tried: The keys of beginnings that have been computed. Their state may not have been
+                kept.
         """
         while runs:
             first: list[TokenSequence] = []
@@ -440,13 +446,13 @@ class InSnapshots(Strategy):
 
 
 def strategy_for(choice: Choice, runner: Runner, max_tokens: int, budget: int) -> Strategy:
-    """The strategy for what the probe has chosen.
+    """The strategy for the probe's choice.
 
     Args:
-        choice: That.
+        choice: The result of the probe.
         runner: Runs forwards.
         max_tokens: The most new tokens in one forward.
-        budget: The most bytes of state to keep, and of recorded steps.
+        budget: The most bytes of kept state and recorded steps together.
     """
     costs, reuse = costs_of(runner.device), choice.reuse
     if reuse is ReuseMode.NONE:
@@ -459,7 +465,8 @@ def strategy_for(choice: Choice, runner: Runner, max_tokens: int, budget: int) -
     sharing = evolve(SHARING_COSTS, waiting=waiting, plenty=costs.plenty)
     shares, static = reuse is ReuseMode.SHARED, None
     if choice.static:
-        sharing = evolve(sharing, step=COLUMNS)  # a resize drops what is recorded
+        # A resize drops the recordings, so resizes should be rare.
+        sharing = evolve(sharing, step=COLUMNS)
         recorder = recorder_for(runner.device)
         share = 0 if recorder is None else budget // RECORDED_SHARE
         static = StaticSteps(runner, recorder, share)

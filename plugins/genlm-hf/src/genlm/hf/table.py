@@ -20,11 +20,11 @@ from genlm.kit.segments import Segment, Slot, Trunk
 
 
 class PoolTable:
-    """A pool of slots and the trunks beside it, as :class:`~genlm.kit.kv.commands.Table`.
+    """A pool of slots and the trunks beside it, as a :class:`~genlm.kit.kv.commands.Table`.
 
     Args:
         pool: The tensors.
-        budget: The most bytes that they may take.
+        budget: The most bytes that pool and trunks may take.
     """
 
     def __init__(self, pool: SlotPool, budget: int) -> None:
@@ -32,7 +32,7 @@ class PoolTable:
         self._budget = budget
 
     def limit(self, used: int) -> int:
-        """The most positions; as good as no limit before the first forward."""
+        """The most positions; before the first forward, a number so large that it is no limit."""
         return self._budget // max(self._pool.bytes_per_column, 1)
 
     @torch.inference_mode()

@@ -29,14 +29,15 @@ def _slot(index: int, parent: Trunk | None = None, start: int = 0) -> Slot:
 
 
 def _shared(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """The first context in a slot, the second through two trunks to a slot of its own, beside a
-    third one that leaves the first trunk earlier. The first trunk is copied from a slot."""
+    """The short context runs in a slot. The long one runs through two trunks, the first of them
+    copied from a slot, into a slot of its own. Beside it, a third context leaves the first trunk
+    earlier."""
     short, long = contexts
     half, first, second = len(short) // 2, len(long) // 3, len(long) - 2
     runner.pool.resize(3, len(long))
     slots: list[Slot] = [_slot(0), _slot(1)]
     none: list[Adapter | None] = [None, None, None]
-    # Only after a forward does the pool know the shape of a trunk.
+    # The pool knows the shape of a trunk only after a forward.
     chunks = Chunks([(slots[0], 0, half), (slots[1], 0, first)])
     runner.packed(chunks, [*short[:half], *long[:first]], none[:2], [0])
     copied = runner.pool.new_trunk(first)
@@ -55,7 +56,7 @@ def _shared(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Ten
 
 
 def _packed(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """In two forwards, the first context forked between them."""
+    """Both contexts run in two forwards; the short one is forked between them."""
     short, long = contexts
     cut_short, cut_long = len(short) // 2, len(long) - 1
     runner.pool.resize(3, len(long))
@@ -75,7 +76,8 @@ def _packed(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Ten
 
 
 def _uniform(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Each in three forwards, forked between them; the last is of one token."""
+    """Each context runs in three forwards and is forked after the first. The last forward has one
+    token."""
     rows = []
     for context in contexts:
         runner.pool.resize(2, len(context))
@@ -92,7 +94,8 @@ def _uniform(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Te
 
 
 def _snapshots(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """From their middle on by several tokens, and at last by two, see :func:`_continued`."""
+    """Contexts are continued from their middle by several tokens, and at last by two: see
+    :func:`_continued`."""
     cuts = [len(context) // 2 for context in contexts]
     lasts = [max(len(context) - 2, cut + 1) for context, cut in zip(contexts, cuts, strict=True)]
     ends = zip(cuts, lasts, map(len, contexts), strict=True)
@@ -103,7 +106,7 @@ def _snapshots(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.
 
 
 def _stepwise(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """The last few tokens one by one, see :func:`_continued`."""
+    """The last few tokens run one by one: see :func:`_continued`."""
     cuts = [max(len(context) // 2, len(context) - 6) for context in contexts]
     return [
         _continued(runner, context, range(cut, len(context) + 1))
@@ -112,8 +115,8 @@ def _stepwise(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.T
 
 
 def ragged(runner: Runner, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The last two tokens of contexts of unlike length together, and then the last one again of
-    each alone: the rows of all, twice."""
+    """The last two tokens of contexts of unequal length run together. Then the last token of each
+    runs again alone. Returns the rows of all contexts, twice."""
     none: list[Adapter | None] = [None] * len(contexts)
     longest = max(map(len, contexts))
     empty = [longest - len(context) for context in contexts]
@@ -137,9 +140,9 @@ def ragged(runner: Runner, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
 
 
 def _continued(runner: Runner, context: Sequence[int], stops: Sequence[int]) -> torch.Tensor:
-    """Begun beside another one and continued up to each stop: by other tokens first, then again
-    from the same snapshot, as a fork beside those others, and up to the last stop beside one that
-    was begun only then."""
+    """The row of a context that is begun beside another one and continued up to each stop. It is
+    continued by other tokens first, then from the same snapshot by its own, beside those others. Up
+    to the last stop it runs beside a copy that was begun only then."""
     pair: list[Adapter | None] = [None, None]
     other = context[::-1]
     begin, last = stops[0], stops[-2]
@@ -157,8 +160,8 @@ def _continued(runner: Runner, context: Sequence[int], stops: Sequence[int]) -> 
 
 
 def static(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Each context by a step of constant shape, which is recorded at the beginning of both, and
-    replayed at their ends, with the rows in another order."""
+    """A step of constant shape is recorded at the beginning of both contexts, and replayed at their
+    ends with the rows in another order."""
     short, long = contexts
     runner.pool.resize(3, len(long))
     slots, none = [_slot(index) for index in range(3)], [None, None]
@@ -166,8 +169,8 @@ def static(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tens
     runner.packed(Chunks([(slots[2], 0, begin)]), long[:begin], none[:1], [0])
     step = StaticStep(runner, StaticShape.of(runner, 3, len(long)), None)
     inputs = [short[0], short[0], long[begin]], [0, 0, begin], [0, 1, 2]
-    step.run(*inputs)  # what the first forward makes is not recorded
-    # Operators that a graph cannot hold are found before CUDA fails at them.
+    step.run(*inputs)  # run once, because the first forward allocates what must not be recorded
+    # `Operators` finds unsuitable operators first, before CUDA would fail at them.
     for recorder in (Operators(), recorder_for(runner.device)):
         if recorder is not None:
             step.record(recorder)
@@ -182,12 +185,12 @@ def static(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tens
 
 
 def _plain(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Together, padded."""
+    """Both contexts run whole, padded, in one forward."""
     return [runner.plain(contexts, [None] * len(contexts))]
 
 
 def _in_slots(trial: Trial) -> Trial:
-    """The same; it raises a :class:`ValueError` where the model keeps its state elsewhere."""
+    """The trial, with a :class:`ValueError` if the model keeps its state outside the slots."""
 
     def checked(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         rows = trial(runner, contexts)

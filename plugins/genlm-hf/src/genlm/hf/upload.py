@@ -1,4 +1,4 @@
-"""The indices of a forward, which go to the device in one copy."""
+"""The indices of a forward, copied to the device together."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 def on_host(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """``[len(values)]`` int64 on the host, to be copied to a device.
 
-    From pinned memory the host need not wait for the copy. It is allocated for each one: PyTorch
-    does not give it out again before the copy has ended.
+    For a GPU they are in pinned memory, so that the host need not wait for the copy. Each call
+    allocates its own; PyTorch does not reuse pinned memory before the copy has ended.
     """
     host = torch.frombuffer(array("q", values), dtype=torch.long)
     return host.pin_memory() if device.type == "cuda" else host
@@ -22,8 +22,8 @@ class Upload:
     """Lists of integers that the host knows, copied to a device together.
 
     Copying a few integers takes as long as copying thousands. So all of them are collected first.
-    The first list that is asked for on a device takes the others along. On the CPU nothing is
-    copied any further.
+    The first list that is requested on a device takes the others along. On the CPU nothing is
+    copied again.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Upload:
         """Collect some integers.
 
         Raises:
-            RuntimeError: those collected before have been copied.
+            RuntimeError: the collected lists have already been copied.
         """
         if self._parts:
             raise RuntimeError("the other indices have been copied; add all of them before")
@@ -44,7 +44,7 @@ class Upload:
         return Indices(self, len(self._sizes) - 1, values)
 
     def on(self, device: torch.device) -> Sequence[torch.Tensor]:
-        """What was collected, in order: parts of one tensor on a device."""
+        """The collected lists, in order, as parts of one tensor on a device."""
         parts = self._parts.get(device)
         if parts is None:
             parts = self._copied(device).split_with_sizes(self._sizes)
@@ -74,8 +74,8 @@ class Indices:
 
 
 class Places:
-    """Places along a dimension: a slice where they are neighbours in order, so that nothing is
-    gathered; else indices of an upload."""
+    """Places along a dimension. Consecutive places are a slice, so that nothing is gathered; others
+    are indices of an upload."""
 
     def __init__(self, places: Sequence[int], upload: Upload) -> None:
         first = places[0] if places else 0

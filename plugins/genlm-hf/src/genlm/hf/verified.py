@@ -1,4 +1,4 @@
-"""What of a model is compared with transformers' own rows of its folder."""
+"""The description of a model that verification compares with transformers' rows of its folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from genlm.hf.options import HFOptions
 from genlm.kit.verify.subject import Subject
 
-#: Arguments of ``from_pretrained`` that name other weights than the folder's, or other arithmetic.
+#: Arguments of ``from_pretrained`` that select other weights than the folder's, or other
+#: arithmetic.
 OTHER_MODEL = (
     "gguf_file",
     "ignore_mismatched_sizes",
@@ -21,7 +22,7 @@ OTHER_MODEL = (
 
 
 def subject_of(model: str, options: Mapping[str, Any], parsed: HFOptions) -> Subject:
-    """A model, and what the options change in it."""
+    """A model, and the changes that the options make to it."""
     given = dict(parsed.hf_opts)
     other = [name for name in OTHER_MODEL if given.get(name)]
     if parsed.bitsandbytes_opts:

@@ -1,4 +1,4 @@
-"""What a recorded step would not see: that somebody has changed the model's modules or tensors."""
+"""Notices that modules or tensors were replaced, which a recorded step would miss."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 
 class ModelWatch:
-    """Sees that tensors or modules of a model became others. What is written into a tensor, a
-    replay reads.
+    """Notices that tensors or modules of a model were replaced. Writes into a tensor need not be
+    noticed, since a replay reads the new values.
 
     Args:
         modules: All modules of the model.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        # Listed once, as the modules are, and without what is empty: they are walked before each
+        # These are listed once, and empty ones are left out, because they are walked before each
         # step.
         self._own = [vars(one) for one in modules]
         parts = [part for one in modules for part in (one._parameters, one._buffers)]
@@ -28,7 +28,7 @@ class ModelWatch:
         self._seen = self._look()
 
     def has_changed(self) -> bool:
-        """Whether something has become another one since this was last asked."""
+        """Whether a tensor, module or forward was replaced since the last call."""
         (parts, addresses), (seen, before) = self._look(), self._seen
         if len(parts) == len(seen) and all(map(is_, parts, seen)) and addresses == before:
             return False
@@ -36,8 +36,8 @@ class ModelWatch:
         return True
 
     def _look(self) -> tuple[list[Any], list[int]]:
-        """The modules, their tensors and the forwards that are set on them; and where the tensors
-        lie."""
+        """The modules, their tensors and the forwards that are set on them; and the tensors'
+        addresses."""
         tensors = [one for one in _values(self._tensors) if one is not None]
         forwards = [own.get("forward") for own in self._own]
         return [*tensors, *_values(self._children), *forwards], [one.data_ptr() for one in tensors]
