@@ -25,12 +25,12 @@ from attrs import frozen
 
 from genlm.conformance import ConformanceSuite
 from genlm.conformance.report import Verdict, run
-from genlm.conformance.subject import SHRINKING
+from genlm.conformance.subject import SHRINKING_SECONDS
 from genlm.core.errors import EngineDeadError
 from genlm.core.mock import ContinuousMockEngine, MockEngine
 
 from .blind import BLIND, SOUND
-from .faulty import PATIENCE, Faulty, OfABlindEngine, OfARealModel, OfTheMock, of_a_mutant
+from .faulty import PATIENCE_SECONDS, Faulty, OfABlindEngine, OfARealModel, OfTheMock, of_a_mutant
 from .mutants import MUTANTS
 from .mutants.contention import Woken
 from .mutants.working_engine import WorkingEngine
@@ -38,11 +38,11 @@ from .mutants.working_engine import WorkingEngine
 EFFORTS = {"quick": 0.1, "default": 1.0}
 
 #: How long a run of the suite may take, seconds.
-DEADLINE = 900.0
+DEADLINE_SECONDS = 900.0
 
 #: Clauses that look at the plugin's module or at the class that inherits the suite, not at an
 #: engine.
-ELSEWHERE = (
+CLAUSES_WITHOUT_ENGINE = (
     "import_of_plugin_imports_no_engine",
     "no_clause_is_missing",
     "unknown_option_is_refused",
@@ -106,15 +106,15 @@ def bite(
     known = clean() if name.startswith("clean.") else suites(real=name.startswith("hf."))
     suite = known[name](EFFORTS[effort])
     suite.seed = seed
-    suite.patience = PATIENCE
-    suite.deadline = DEADLINE
-    suite.shrinking = SHRINKING if read else 0.0
+    suite.patience = PATIENCE_SECONDS
+    suite.deadline = DEADLINE_SECONDS
+    suite.shrinking = SHRINKING_SECONDS if read else 0.0
     told: list[Verdict] = []
 
     def wanted(clause: str) -> bool:
         if first and any(verdict.status == "failed" for verdict in told):
             return False
-        return clause not in ELSEWHERE and bool(re.search(only, clause))
+        return clause not in CLAUSES_WITHOUT_ENGINE and bool(re.search(only, clause))
 
     began = time.process_time()
     with contextlib.redirect_stderr(io.StringIO()):
@@ -148,9 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [pool.apply_async(bite, job) for job in work]
         for job, (name, effort, *_) in zip(jobs, work, strict=True):
             try:
-                one = job.get(timeout=2 * DEADLINE)
+                one = job.get(timeout=2 * DEADLINE_SECONDS)
             except (multiprocessing.TimeoutError, EngineDeadError) as error:
-                one = Bite(name, effort, {f"({type(error).__name__})": ""}, DEADLINE)
+                one = Bite(name, effort, {f"({type(error).__name__})": ""}, DEADLINE_SECONDS)
             bites.append(one)
             caught = ", ".join(one.caught) or "-"
             print(f"{one.effort:8}{one.name:45}{one.seconds:6.1f} s  {caught}", flush=True)
@@ -183,7 +183,7 @@ def by_clause(bites: Sequence[Bite]) -> list[str]:
     """For each clause how many mutants it catches, the seconds that it takes where it does not, and
     those that no other clause catches; and how long it takes until a clause fails."""
     names = [name.removeprefix("test_") for name in ConformanceSuite.clauses]
-    names = [name for name in names if name not in ELSEWHERE]
+    names = [name for name in names if name not in CLAUSES_WITHOUT_ENGINE]
     caught = Counter(clause for one in bites for clause in one.caught)
     alone: dict[str, list[str]] = {}
     for one in bites:
@@ -191,7 +191,9 @@ def by_clause(bites: Sequence[Bite]) -> list[str]:
             alone.setdefault(*one.caught, []).append(one.name.rpartition(".")[2])
     lines = [f"{'':46}caught seconds alone"]
     for name in names:
-        ran = [one for one in bites if name in one.of_clauses]  # some end before
+        ran = [
+            one for one in bites if name in one.of_clauses
+        ]  # Some runs ended before this clause.
         took = [one.of_clauses[name] for one in ran if name not in one.caught]
         seconds = statistics.median(took or [0.0])
         lines.append(f"{name:46}{caught[name]:6}{seconds:8.2f} {', '.join(alone.get(name, '-'))}")

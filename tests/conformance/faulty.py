@@ -21,9 +21,9 @@ from tools.tiny import write_adapter, write_tokenizer
 
 from .mutants.registry import Mutant, Trouble
 
-#: How long what hangs is waited for, seconds: what does not must not seem to where others use the
-#: machine.
-PATIENCE = 20.0
+#: How long the suite waits before it says that something hangs, seconds. On a busy machine slow
+#: calls must not seem to hang.
+PATIENCE_SECONDS = 20.0
 
 
 def verdict_on(suite: ConformanceSuite, clause: str) -> Verdict:
@@ -39,7 +39,7 @@ class Faulty(ConformanceSuite):
         shrinking: For how many seconds a counterexample is made simple.
     """
 
-    patience = PATIENCE
+    patience = PATIENCE_SECONDS
     shrinking = 0.0
 
     def subject(self) -> Subject:
@@ -81,7 +81,7 @@ class OfTheMock(Faulty):
 def of_a_mutant(mutant: Mutant, effort: float) -> OfTheMock:
     """The suite on a mutant of the registry."""
     suite = OfTheMock(mutant.engine, effort, mutant.max_context)
-    suite.patience = 2.0 if mutant.hangs else PATIENCE
+    suite.patience = 2.0 if mutant.hangs else PATIENCE_SECONDS
     return suite
 
 
@@ -115,7 +115,7 @@ class OfARealModel(Faulty):
     """The suite on a faulty tiny model behind genlm-hf."""
 
     backend = "hf"
-    longest = 640  # all of them, on a slow machine too
+    longest = 640  # A slow machine must look at all lengths, too.
 
     def __init__(self, engine: Any, effort: float) -> None:
         self.engine = engine
@@ -156,7 +156,7 @@ def tiny() -> tuple[str, dict[str, str]]:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=640,
-        initializer_range=0.15,  # rows far from uniform, so that a mix-up shows
+        initializer_range=0.15,  # Rows must be far from uniform, or a mix-up does not show.
         bos_token_id=256,
         eos_token_id=256,
         pad_token_id=256,

@@ -27,7 +27,7 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", [*BLIND][::7])
-def test_a_fault_fails_its_clause(name: str) -> None:
+def test_blind_fault_fails_its_clause(name: str) -> None:
     mutant = BLIND[name]
     suite = OfABlindEngine(mutant.engine, effort=1.0)
     suite.patience = 2.0 if mutant.hangs else suite.patience

@@ -56,7 +56,7 @@ def faulty(install: Callable[..., None]) -> None:
 CLAUSES = {
     "bytes_of_text": "passed",
     "row_is_normalised": "failed",
-    "longest_context": "passed",  # by the option
+    "longest_context": "passed",  # The option makes max_context small enough.
     "rebound_adapter": "skipped",
 }
 
@@ -81,7 +81,7 @@ def verdict_of(flags: str, clause: str) -> Verdict:
 
 
 @pytest.mark.usefixtures("few_clauses")
-def test_a_backend_that_conforms(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sound_backend_conforms(capsys: pytest.CaptureFixture[str]) -> None:
     adapters = "--adapter a=x --adapter b=y"
     assert run(f"mock --model mock --quick --option max_context=64 {adapters}") == 0
     *lines, verdict = capsys.readouterr().out.splitlines()
@@ -90,7 +90,9 @@ def test_a_backend_that_conforms(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("faulty", "few_clauses")
-def test_a_backend_that_does_not(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_faulty_backend_does_not_conform(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     page = tmp_path / "report.html"
     assert run(f"heavy --model mock --quick --option max_context=64 --report {page}") == 1
     out = capsys.readouterr().out
@@ -107,11 +109,11 @@ def test_a_backend_that_does_not(capsys: pytest.CaptureFixture[str], tmp_path: P
     text = page.read_text()
     assert "DOES NOT CONFORM" in text
     assert "logsumexp(row) is" in text
-    assert "http" not in text  # nothing from elsewhere
+    assert "http" not in text  # The page must load nothing from the network.
 
 
 @pytest.mark.usefixtures("faulty", "few_clauses")
-def test_the_result_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_json_flag_prints_the_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     data = tmp_path / "report.json"
     more = f"--json --option max_context=64 --seed 3 --report {data}"
     assert run(f"heavy --model mock --quick {more}") == 1
@@ -129,7 +131,7 @@ def test_the_result_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("faulty")
-def test_a_counterexample_of_long_contexts_is_short() -> None:
+def test_counterexample_of_long_contexts_is_short() -> None:
     detail = verdict_of("long --model mock", "rows_at_every_length").detail
     assert 0 < len(detail.splitlines()) < 10
     assert "under test" not in detail
@@ -137,7 +139,7 @@ def test_a_counterexample_of_long_contexts_is_short() -> None:
 
 
 @pytest.mark.usefixtures("faulty")
-def test_a_model_that_forgets_is_told_of_the_window() -> None:
+def test_failure_of_a_windowed_model_names_the_flag() -> None:
     forgetful = "forgetful --model mock --option max_context=64"
     clause = "row_depends_on_every_token"
     assert "say so by `window` (--window)" in verdict_of(forgetful, clause).detail
@@ -146,7 +148,7 @@ def test_a_model_that_forgets_is_told_of_the_window() -> None:
 
 
 @pytest.mark.usefixtures("faulty")
-def test_a_reference_shows_what_is_wrong_in_cold_rows_too() -> None:
+def test_reference_backend_reveals_wrong_cold_rows() -> None:
     forgetful = "forgetful --model mock --option max_context=64"
     clause = "cold_rows_are_the_reference"
     assert verdict_of(forgetful, clause).status == "skipped"
@@ -176,25 +178,25 @@ def test_a_reference_shows_what_is_wrong_in_cold_rows_too() -> None:
         ("mock --model mock --reference nobody", "no backend 'nobody'"),
     ],
 )
-def test_what_cannot_be_run(
+def test_wrong_argument_exits_with_two(
     arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_model_has_to_be_named() -> None:
+def test_missing_model_exits_with_two() -> None:
     with pytest.raises(SystemExit, match="2"):
         run("mock")
 
 
-def test_the_dtype_sets_the_tolerance_and_is_no_option() -> None:
+def test_dtype_flag_sets_only_the_tolerance() -> None:
     suite = suite_given("mock --model m --dtype bfloat16 --option steps=2")
     assert suite.atol == ATOL["bfloat16"]
     assert suite.options == {"steps": 2}
 
 
-def test_what_a_class_says_can_be_said_by_a_flag() -> None:
+def test_flags_set_the_suites_attributes() -> None:
     suite = suite_given(
         "mock --model m --longest 99 --patience 7 --deadline 5 --text-is-normalised "
         "--no-second-model --adapter a=x"
@@ -212,7 +214,7 @@ def test_what_a_class_says_can_be_said_by_a_flag() -> None:
         ("--model ./any", "takes the name 'mock'"),
     ],
 )
-def test_a_model_that_does_not_load_is_said_once_and_at_once(
+def test_unloadable_model_ends_the_run_at_once(
     arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(f"mock {arguments}") == 3

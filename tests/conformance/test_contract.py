@@ -19,7 +19,7 @@ from ..doubles import Processor
 
 pytestmark = pytest.mark.any_version
 
-BAD = (7, 7)  # the context whose row is wrong
+BAD_CONTEXT = (7, 7)  # Its row is wrong.
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def with_rows(
     class Engine(base):  # type: ignore[misc, valid-type]
         def row(self, query: Any) -> torch.Tensor:
             row = super().row(query)
-            return wrong(row) if query.token_ids == BAD else row
+            return wrong(row) if query.token_ids == BAD_CONTEXT else row
 
     return Engine
 
@@ -63,12 +63,12 @@ WRONG = {
 
 @pytest.mark.parametrize("base", [MockEngine, ContinuousMockEngine])
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_row_is_named_and_fails_alone(load, what, base):
+def test_wrong_row_fails_alone_and_is_named(load, what, base):
     lm = load(with_rows(WRONG[what], base), check=True)
 
     async def together():
         return await asyncio.gather(
-            *map(lm.next_token_logprobs, [[1], BAD, [2]]), return_exceptions=True
+            *map(lm.next_token_logprobs, [[1], BAD_CONTEXT, [2]]), return_exceptions=True
         )
 
     first, error, last = asyncio.run(together())
@@ -84,7 +84,7 @@ def test_a_wrong_row_is_named_and_fails_alone(load, what, base):
     ("part", "shape"), [(np.s_[:0], r"\(0, 258\)"), (np.s_[:, :10], r"\(1, 10\)")]
 )
 @pytest.mark.parametrize("check", [True, None])
-def test_rows_of_another_shape(load, part, shape, check):
+def test_rows_of_another_shape_are_rejected(load, part, shape, check):
     class Engine(MockEngine):
         @hookimpl
         def genlm_next_token_logprobs(self, queries):
@@ -107,7 +107,7 @@ def test_rows_of_another_shape(load, part, shape, check):
     ],
 )
 @pytest.mark.parametrize("check", [True, False])
-def test_a_wrong_draw(load, drawn, what, check):
+def test_wrong_sample_is_rejected(load, drawn, what, check):
     def padded(tokenizer):
         engine = answering("genlm_sample", drawn)(tokenizer)
         engine.vocab_size = 264
@@ -127,15 +127,15 @@ def test_a_wrong_draw(load, drawn, what, check):
         ([-1.0], "list, not a tensor"),
     ],
 )
-@pytest.mark.parametrize("check", [True, None])  # the first ones are looked at without being asked
-def test_a_wrong_score(load, score, what, check):
+@pytest.mark.parametrize("check", [True, None])  # By default the first scores are checked.
+def test_wrong_score_is_rejected(load, score, what, check):
     engine = answering("genlm_sequence_logprobs", [score])
     with pytest.raises(PluginError, match=f"genlm_sequence_logprobs returned {what}"):
         load(engine, check=check).sequence_logprobs_sync([1], [2])
 
 
 @pytest.mark.parametrize("base", [MockEngine, ContinuousMockEngine])
-def test_what_is_declined_is_made_from_rows(load, base):
+def test_request_declined_by_the_engine_is_made_from_rows(load, base):
     class Engine(base):
         @hookimpl
         def genlm_sample(self, queries, params): ...
@@ -154,7 +154,7 @@ def test_what_is_declined_is_made_from_rows(load, base):
     torch.testing.assert_close(lm.sequence_logprobs_sync([1], [2, 0]), scores)
 
 
-def test_a_hook_that_returns_what_it_should_not(load):
+def test_wrong_return_value_of_a_hook_is_rejected(load):
     said = "genlm_add_lora returned 'loaded'; expected True, for Adapter"
     with pytest.raises(PluginError, match=said):
         load(answering("genlm_add_lora", "loaded"), check=True).add_new_lora("path", "a")
@@ -165,7 +165,7 @@ def test_a_hook_that_returns_what_it_should_not(load):
 
 @pytest.mark.parametrize("base", [MockEngine, ContinuousMockEngine])
 @pytest.mark.parametrize("what", WRONG)
-def test_the_first_rows_are_looked_at_without_being_asked(load, what, base):
+def test_first_rows_are_checked_by_default(load, what, base):
     """Who forgets to normalise does so in every row: the next ones are refused, too."""
 
     class Engine(base):
@@ -180,34 +180,36 @@ def test_the_first_rows_are_looked_at_without_being_asked(load, what, base):
 
 
 @pytest.mark.parametrize("base", [MockEngine, ContinuousMockEngine])
-def test_after_some_right_rows_no_more_are_looked_at(load, base):
+def test_rows_after_the_first_are_not_checked_by_default(load, base):
     lm = load(with_rows(WRONG["logsumexp"], base))
     lm.batch_next_token_logprobs_sync([[i] for i in range(FIRST)])
-    assert float(lm.next_token_logprobs_sync(BAD).logsumexp(0)) == pytest.approx(0.5, abs=1e-4)
+    assert float(lm.next_token_logprobs_sync(BAD_CONTEXT).logsumexp(0)) == pytest.approx(
+        0.5, abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("change", [lambda row: row / 0.5, torch.exp, lambda row: row * torch.nan])
-def test_the_first_rows_of_a_wrapper_are_looked_at(load, change):
+def test_first_rows_of_a_wrapper_are_checked_by_default(load, change):
     lm = load(MockEngine, wrappers=[Processor(lambda _, rows: change(rows))])
     for i in range(2 * FIRST):
         with pytest.raises(PluginError, match="Processor: genlm_process_logprobs returned"):
             lm.next_token_logprobs_sync([i])
 
 
-def test_a_wrapper_may_be_as_coarse_as_half_precision(load):
+def test_wrapper_in_half_precision_is_accepted_by_default(load):
     coarse = Processor(lambda _, rows: rows + 2e-3)
     load(MockEngine, wrappers=[coarse]).next_token_logprobs_sync([1])
     with pytest.raises(PluginError, match=r"to 0 within 0\.0001"):
         load(MockEngine, wrappers=[coarse], check=True).next_token_logprobs_sync([1])
 
 
-def test_a_wrapper_may_leave_a_row_without_mass(load):
+def test_wrapper_may_leave_a_row_without_mass(load):
     """As one that knows no way on."""
     lost = Processor(lambda _, rows: torch.full_like(rows, -torch.inf))
     lm = load(MockEngine, wrappers=[lost])
     assert lm.next_token_logprobs_sync([1]).isneginf().all()
 
 
-def test_a_class_in_place_of_an_engine():
+def test_class_in_place_of_an_engine_is_rejected():
     with pytest.raises(PluginError, match="loaded the class MockEngine; load an instance of it"):
         AsyncLM(lambda: MockEngine, backend="mine")

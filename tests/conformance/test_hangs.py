@@ -85,19 +85,19 @@ def stopping(engine: type[MockEngine], hook: str) -> type[MockEngine]:
 
 
 @pytest.mark.parametrize("hook", STOPPING)
-def test_an_engine_that_stops_answering(hook: str) -> None:
+def test_hanging_engine_fails_and_the_hook_is_named(hook: str) -> None:
     _, engine, clause = STOPPING[hook]
     suite = Stopping(stopping(engine, hook), effort=0.05)
     report = run(suite, only=lambda name: clause in name)
     END.set()
-    # A machine that is busy may lose patience elsewhere too.
+    # On a busy machine other clauses may lose patience, too.
     told = report.not_loaded or " ".join(verdict.detail for verdict in report.failed)
     assert "it hangs" in told
     assert "(in the engine's own code now, in " in told
-    assert f"in {hook}: {__file__}, line " in told  # others may hang since another test
+    assert f"in {hook}: {__file__}, line " in told  # Threads of other tests may hang, too.
 
 
-def test_a_model_that_is_never_loaded() -> None:
+def test_hanging_load_ends_the_run() -> None:
     def load(*arguments: object, **options: object) -> MockEngine:
         END.wait()
         raise RuntimeError("too late")
@@ -133,10 +133,10 @@ threading.Event().wait()
 """
 
 
-def test_a_module_whose_import_never_ends(install, monkeypatch, capsys) -> None:
+def test_hanging_import_ends_the_run(install, monkeypatch, capsys) -> None:
     """The command says so, and so does a test that inherits the suite."""
     install("endless", ENDLESS)
-    monkeypatch.setattr(model, "STARTS", 0.5)
+    monkeypatch.setattr(model, "IMPORT_SECONDS", 0.5)
     found = "importing the plugin module of 'endless' did not return within 0.5 s: it hangs"
     where = r"in the import of its module: \S+plugin_endless\.py, line 5, in <module>\)$"
     assert main(["conformance", "endless", "--model", "any", "--patience", "0.5"]) == 3
@@ -167,7 +167,7 @@ sys.exit(main(sys.argv[1:]))
     ],
     ids=["waits", "locks"],
 )
-def test_the_command_ends(stuck: str, deadline: int, said: str, install) -> None:
+def test_hanging_hook_ends_the_command(stuck: str, deadline: int, said: str, install) -> None:
     """Also where a hook that any thread may call never returns, or holds the interpreter's lock:
     what was found before is told, and the process ends."""
     install("stuck", STUCK.format(stuck=stuck))
@@ -194,7 +194,7 @@ class Slow(MockEngine):
         return super().genlm_next_token_logprobs(queries)
 
 
-def test_a_run_that_takes_too_long() -> None:
+def test_run_beyond_its_deadline_ends() -> None:
     """What was found until then is told, the clause under way fails, and the others are not
     tried."""
     suite = OfTheMock(Slow, effort=1.0)

@@ -20,7 +20,7 @@ CONTINUOUS = {"max_context": 64, "continuous": True, "steps": 3, "fail_on": TROU
 
 class TestMock(ConformanceSuite):
     backend = model = "mock"
-    adapters: ClassVar = {"a": "first-adapter", "b": "second-adapter"}  # the mock takes any path
+    adapters: ClassVar = {"a": "first-adapter", "b": "second-adapter"}  # Any path will do.
     options: ClassVar = {"max_context": 64, "fail_on": TROUBLE}
 
     def fail_inside(self, lm: AsyncLM) -> Any:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.any_version
 LOOKS_BACK = {
     "contract_is_kept_throughout": {
         "batch_answers_in_order",
-        "nobody_is_passed_over",  # asks while a step is held, which wakes it
+        "nobody_is_passed_over",  # It asks while a step is held, which wakes the step.
         "scores_together",
     },
     "oracle_has_not_changed": {"batch_answers_in_order", "removed_adapter"},
@@ -55,7 +55,7 @@ def test_every_clause_has_a_mutant() -> None:
     assert clauses == {mutant.breaks for mutant in MUTANTS.values()} | PLANTED
 
 
-def test_every_clause_on_a_model_names_a_likeliest_cause_and_clauses_that_there_are() -> None:
+def test_every_clause_names_a_likeliest_cause_and_existing_clauses() -> None:
     clauses = {name.removeprefix("test_") for name in ConformanceSuite.clauses}
     advice = {
         name: getattr(getattr(ConformanceSuite, f"test_{name}"), "advice", None) for name in clauses
@@ -68,7 +68,7 @@ class Seedless(OfTheMock):
     excused = {"seeds": "there is no generator"}  # noqa: RUF012
 
 
-def test_an_excused_capability_is_skipped_with_its_reason() -> None:
+def test_excused_capability_is_skipped_with_its_reason() -> None:
     clauses = "seed_fixes_the_draw", "top_k_beyond_the_vocabulary", "row_is_normalised"
     suite = Seedless(MockEngine, effort=0.1)
     report = run(suite, only=lambda clause: clause in clauses)
@@ -80,7 +80,7 @@ def test_an_excused_capability_is_skipped_with_its_reason() -> None:
     assert "mock conforms (excused from: seeds)" in report.summary()
 
 
-def test_a_capability_that_there_is_not_and_one_without_a_reason() -> None:
+def test_unknown_capability_or_missing_reason_is_rejected() -> None:
     suite = OfTheMock(MockEngine, effort=0.1)
     for excused, said in (
         ({"rows": "they are wrong"}, "'rows'.*'seeds'"),
@@ -104,13 +104,13 @@ def test_a_capability_that_there_is_not_and_one_without_a_reason() -> None:
         ("NeighboursTopK", "nor does it come up in"),
     ],
 )
-def test_a_failure_names_the_guilty(name: str, said: str) -> None:
+def test_failure_names_the_cause(name: str, said: str) -> None:
     mutant = MUTANTS[name]
     assert said in verdict_on(of_a_mutant(mutant, effort=1.0), mutant.breaks).detail
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_fails_its_clause(name: str) -> None:
+def test_mutant_fails_its_clause(name: str) -> None:
     mutant = MUTANTS[name]
     needed = {mutant.breaks, *LOOKS_BACK.get(mutant.breaks, ())}
     report = run(of_a_mutant(mutant, effort=1.0), only=lambda clause: clause in needed)
@@ -141,7 +141,9 @@ from genlm.core.mock import genlm_backend_info, genlm_load
     ],
     ids=["accepting", "impatient"],
 )
-def test_a_fault_of_the_plugins_module(install, source: str, clause: str, said: str) -> None:
+def test_faulty_plugin_module_fails_its_clause(
+    install, source: str, clause: str, said: str
+) -> None:
     install("faulty", source)
     suite = ConformanceSuite()
     suite.backend, suite.model = "faulty", "mock"
@@ -171,7 +173,7 @@ class Excused(ConformanceSuite):
         raise RuntimeError
 
 
-def test_a_clause_that_was_deleted_or_overridden() -> None:
+def test_deleted_or_overridden_clause_is_a_failure() -> None:
     with pytest.raises(Violation, match="Deleted has deleted the clause test_large_batch"):
         Deleted().test_no_clause_is_missing()
     for suite in (Overridden(), ExcusedWithoutReason()):
@@ -188,6 +190,6 @@ def test_a_clause_that_was_deleted_or_overridden() -> None:
         ("EndTokenAlwaysStops", "and not the model's own end-of-sequence token"),
     ],
 )
-def test_a_failure_says_what_to_do(name: str, remedy: str) -> None:
+def test_failure_says_what_to_do(name: str, remedy: str) -> None:
     mutant = MUTANTS[name]
     assert remedy in verdict_on(of_a_mutant(mutant, effort=1.0), mutant.breaks).detail

@@ -21,7 +21,7 @@ from .kit import ROOT, CleanEnvironment
 pytestmark = pytest.mark.any_version
 
 
-def test_a_new_plugin_conforms(environment: CleanEnvironment, tmp_path: Path) -> None:
+def test_new_plugin_conforms(environment: CleanEnvironment, tmp_path: Path) -> None:
     written = environment.run("genlm", "new-plugin", "my-toy", cwd=tmp_path)
     assert written.returncode == 0, written.stderr
     plugin = tmp_path / "genlm-my-toy"
@@ -48,7 +48,7 @@ def test_a_new_plugin_conforms(environment: CleanEnvironment, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["mine", "foo", "a", "x1", "my-model", "llama", "b-2-c", "q"])
-def test_a_new_plugin_of_any_name_remembers_every_token(
+def test_new_plugin_of_any_name_depends_on_every_token(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights of the toy network are made from the name: none of them forgets a token."""
@@ -66,7 +66,7 @@ def test_a_new_plugin_of_any_name_remembers_every_token(
         suite.test_row_is_normalised(live)
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+def test_folder_that_is_not_empty_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(InvalidOptionError, match="not empty"):
         write_plugin("toy", tmp_path)
@@ -74,21 +74,21 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "Toy", "to y", "-toy", "toy-", "toy_2", "2toy"])
-def test_a_name_that_no_backend_can_have(name: str, tmp_path: Path) -> None:
+def test_invalid_backend_name_is_rejected(name: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidOptionError, match="cannot be a backend's name"):
         write_plugin(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["core", "kit", "bytes", "backend", "control", "hf", "vllm"])
-def test_a_name_whose_distribution_would_clash(name: str, tmp_path: Path) -> None:
-    for given in (name, f"genlm-{name}"):  # the distribution's own name is that of its backend
+def test_name_of_an_existing_distribution_is_rejected(name: str, tmp_path: Path) -> None:
+    for given in (name, f"genlm-{name}"):  # Both mean the same backend.
         with pytest.raises(
             InvalidOptionError, match=f"distribution genlm-{name} exists already; choose another"
         ):
             write_plugin(given, tmp_path)
 
 
-def test_what_to_do_next_can_be_given_to_a_shell(
+def test_printed_command_is_quoted_for_a_shell(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(tmp_path / "it's mine")
@@ -98,7 +98,7 @@ def test_what_to_do_next_can_be_given_to_a_shell(
 
 
 @pytest.mark.parametrize(("name", "said"), [("mock", ".* installed already"), ("toy", r"\[Errno")])
-def test_a_name_that_is_taken_or_a_folder_that_is_a_file(
+def test_installed_name_or_file_as_folder_is_rejected(
     name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")

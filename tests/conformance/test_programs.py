@@ -28,17 +28,17 @@ def program(engine: Callable[..., MockEngine], **options: Any) -> Program:
 
 
 @pytest.mark.parametrize("engine", [MockEngine, ContinuousMockEngine, WorkingEngine])
-def test_nothing_is_found_on_a_sound_engine(engine: type[MockEngine]) -> None:
+def test_program_finds_nothing_on_a_sound_engine(engine: type[MockEngine]) -> None:
     sound = program(engine, seeds=True)
     sound.run(200)
     assert sound.counts["answers"] > 200
     assert sound.counts["pins"] > 0
 
 
-def test_the_tokenizer_of_an_engine_needs_no_length() -> None:
+def test_program_needs_no_length_of_the_tokenizer() -> None:
     sound = program(ContinuousMockEngine)
     whole = sound.engine.tokenizer
-    sound.engine.tokenizer = SimpleNamespace(  # what the contract asks for
+    sound.engine.tokenizer = SimpleNamespace(  # The contract asks for no more.
         token_bytes=whole.token_bytes, encode=whole.encode, decode=whole.decode
     )
     sound.run(200)
@@ -59,7 +59,7 @@ FOUND = (
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_a_mutant_is_found(name: str) -> None:
+def test_program_finds_the_mutant(name: str) -> None:
     with pytest.raises(Violation, match=r"the context \[.* off"):
         program(MUTANTS[name].engine).run(300)
 
@@ -97,9 +97,9 @@ class SeedsOfTheBatch(OneAfterTheOther, ContinuousMockEngine):
         (SeedsOfTheBatch, "; alone it draws"),
     ],
 )
-def test_a_faulty_step_is_found(
+def test_program_finds_the_faulty_step(
     engine: type[MockEngine], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genlm.conformance.programs.STEPS", 200)
+    monkeypatch.setattr("genlm.conformance.programs.MAX_STEPS", 200)
     with pytest.raises(Violation, match=said):
         program(engine, seeds=True).run(300)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.any_version
 
 
 def on_a_schedule(suite: OfTheMock) -> Verdict:
-    suite.shrinking = 600.0  # a busy machine is slow
+    suite.shrinking = 600.0  # A busy machine is slow.
     return verdict_on(suite, "requests_on_a_schedule")
 
 
@@ -52,7 +52,7 @@ class WithManyTokens(OfTheMock):
         return AsyncLM(lambda: self.engine(ManyTokens(), max_context=1024), backend="mock", **core)
 
 
-def test_rounding_is_no_fault() -> None:
+def test_rounding_passes_the_schedules() -> None:
     verdict = on_a_schedule(WithManyTokens(Rounding, effort=0.3))
     assert verdict.status == "passed", verdict.detail
 
@@ -64,9 +64,9 @@ class Planted(OfTheMock):
         super().__init__(GeneratorsDoNotMoveUp, effort=1.0)
 
 
-def test_the_request_that_is_wrong_is_named_in_a_few_lines_and_shown_by_a_program() -> None:
+def test_wrong_request_is_named_and_reproduced_by_a_program() -> None:
     planted = Planted()
-    planted.effort = 0.5  # there are other requests than at 1
+    planted.effort = 0.5  # The requests are other ones than at effort 1.
     wrong, *story = on_a_schedule(planted).detail.splitlines()
     assert ": request " in wrong
     assert "it draws [" in wrong
@@ -92,19 +92,19 @@ class ByName(WorkingEngine):
         return job
 
 
-def test_an_adapter_has_one_name_in_a_message() -> None:
+def test_rebound_adapter_is_named_once_in_a_message() -> None:
     wrong = on_a_schedule(OfTheMock(ByName, effort=1.0)).detail.splitlines()[0]
     assert "with adapter 'moving' (bound to 'a' then)" in wrong
     assert wrong.count("'a'") == 1
 
 
-def test_a_clause_that_says_what_is_wrong_is_read_first() -> None:
+def test_clause_on_one_fact_is_read_first() -> None:
     def failed(clause: str, violation: bool) -> Verdict:
         return Verdict(clause, "failed", "...", 0.0, violation=violation)
 
     verdicts = (
         failed("cancelled_requests_leave_nothing", violation=True),
-        failed("requests_on_a_schedule", violation=True),  # its example is the simpler one
+        failed("requests_on_a_schedule", violation=True),  # Its example is simpler.
         failed("row_is_normalised", violation=False),
         failed("many_adapters", violation=True),
     )

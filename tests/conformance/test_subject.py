@@ -26,7 +26,7 @@ from .faulty import OfTheMock, verdict_on
 pytestmark = pytest.mark.any_version
 
 
-def test_a_call_ends_quietly_after_its_waiter_gave_up() -> None:
+def test_call_ends_quietly_after_its_waiter_gave_up() -> None:
     subject = Subject(ConformanceSuite())
     may_end = threading.Event()
     call = subject.thread(may_end.wait)
@@ -59,7 +59,7 @@ class Slow(Driver):
         return self._calls
 
 
-def test_slow_is_not_hanging() -> None:
+def test_slow_engine_does_not_hang() -> None:
     async def scenario() -> str:
         slow = Slow(1)
         return await slow.soon(slow.answer)
@@ -68,7 +68,7 @@ def test_slow_is_not_hanging() -> None:
 
 
 @pytest.mark.parametrize("calls", [0, 2000])
-def test_no_calls_and_calls_without_end_are_hanging(calls: int) -> None:
+def test_engine_without_calls_or_with_endless_calls_hangs(calls: int) -> None:
     async def scenario() -> None:
         slow = Slow(calls)
         await slow.soon(slow.answer)
@@ -77,7 +77,7 @@ def test_no_calls_and_calls_without_end_are_hanging(calls: int) -> None:
         asyncio.run(scenario())
 
 
-def test_a_failure_that_comes_and_goes_shows_the_violation() -> None:
+def test_flaky_failure_shows_the_violation() -> None:
     suite = ConformanceSuite()
     suite.backend = suite.model = "mock"
     subject = Subject(suite)
@@ -96,7 +96,7 @@ def test_a_failure_that_comes_and_goes_shows_the_violation() -> None:
     assert "The same example does not fail every time." in said
 
 
-def test_several_exceptions_are_told_line_by_line() -> None:
+def test_exception_group_is_told_line_by_line() -> None:
     said = counterexample(ExceptionGroup("two", [KeyError("no slot"), ValueError("no name")]))
     assert said.splitlines()[-2:] == ["KeyError: 'no slot'", "ValueError: no name"]
 
@@ -117,7 +117,7 @@ class Raises(MockEngine):
         return super().genlm_next_token_logprobs(queries)
 
 
-def test_an_exception_of_the_engines_own_code_says_where_it_was_raised() -> None:
+def test_exception_of_the_engine_says_where_it_was_raised() -> None:
     verdict = verdict_on(OfTheMock(Raises, 0.1), "large_batch")
     assert verdict.status == "failed"
     assert "raised by the engine's own code, in genlm_next_token_logprobs: " in verdict.detail
@@ -138,7 +138,7 @@ class DiesOnce(MockEngine):
         return super().genlm_next_token_logprobs(queries)
 
 
-def test_an_engine_that_died_fails_one_clause_more_and_is_loaded_again() -> None:
+def test_dead_engine_fails_two_clauses_and_is_loaded_again() -> None:
     """One more, since the clause in which it dies may not see it."""
     wanted = ("rows_at_every_length", "draws_are_separate", "many_adapters", "adapters_in_turn")
     report = run(OfTheMock(DiesOnce, 0.1), only=lambda name: name in wanted)
@@ -159,7 +159,7 @@ class RaisesOnce(MockEngine):
         return super().genlm_remove_lora(adapter)
 
 
-def test_a_failure_to_remove_an_adapter_does_not_fail_what_comes_later() -> None:
+def test_failed_removal_of_an_adapter_fails_one_clause() -> None:
     wanted = ("removed_adapter", "adapters_changed_in_flight", "many_adapters")
     (verdict,) = run(OfTheMock(RaisesOnce, 0.1), only=lambda name: name in wanted).failed
     assert verdict.clause == "removed_adapter"
@@ -174,7 +174,7 @@ class Doubles(MockEngine):
         return super().genlm_next_token_logprobs(queries).double()
 
 
-def test_what_one_clause_has_told_another_does_not_tell_again() -> None:
+def test_violation_is_told_by_one_clause_only() -> None:
     wanted = ("engine_keeps_its_contract", "contract_is_kept_throughout")
     (verdict,) = run(OfTheMock(Doubles, 0.1), only=lambda name: name in wanted).failed
     assert verdict.clause == "engine_keeps_its_contract"
@@ -197,7 +197,7 @@ class OneAtATime(MockEngine):
 @pytest.mark.parametrize(
     ("error", "failed"), [(KeyError("slot"), ["contract_is_kept_throughout"]), (MemoryError(), [])]
 )
-def test_what_raises_only_beside_others_is_told_unless_memory_ran_out(
+def test_error_of_a_batch_fails_unless_memory_ran_out(
     error: Exception, failed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OneAtATime, "error", error, raising=False)
@@ -215,7 +215,7 @@ class Fewer(MockEngine):
         self.vocab_size = 250
 
 
-def test_no_token_is_asked_that_only_the_tokenizer_has() -> None:
+def test_token_ids_beyond_the_model_are_not_asked_for() -> None:
     wanted = (
         "row_depends_on_every_token",
         "rows_at_every_length",
@@ -239,7 +239,7 @@ class ScoresWrongly(MockEngine):
         return [torch.zeros(len(tokens)) for tokens in continuations]
 
 
-def test_scores_that_are_not_asked_for_are_not_said_to_be_right() -> None:
+def test_scores_made_from_rows_are_skipped() -> None:
     verdict = verdict_on(OfTheMock(ScoresWrongly, 0.1), "scores_together")
     assert verdict.status == "skipped"
     assert "scores were made from rows" in verdict.detail
@@ -254,7 +254,7 @@ class OfTheMockWithWideRows(OfTheMock):
         return [torch.zeros(300) for _ in contexts]
 
 
-def test_reference_rows_that_are_too_wide_are_not_taken_for_a_fault_of_the_engine() -> None:
+def test_reference_rows_of_another_width_are_named() -> None:
     verdict = verdict_on(OfTheMockWithWideRows(MockEngine, 0.1), "cold_rows_are_the_reference")
     assert verdict.status == "failed"
     assert "the reference row of [" in verdict.detail
@@ -272,11 +272,11 @@ class EndsLater(MockEngine):
         threading.Thread(target=self.may_end[-1].wait, daemon=True).start()
 
 
-def test_what_goes_soon_after_a_model_is_closed_is_not_left(
+def test_thread_that_ends_soon_after_close_is_not_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def some_time_passes(seconds: float) -> None:
-        for event in EndsLater.may_end[1:]:  # not of the model under test
+        for event in EndsLater.may_end[1:]:  # The first is the model under test.
             event.set()
 
     monkeypatch.setattr(time, "sleep", some_time_passes)

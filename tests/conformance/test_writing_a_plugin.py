@@ -18,14 +18,14 @@ SNIPPETS = re.findall(r"```(?:python|toml)\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
-def test_a_snippet_is_the_plugins_own_code(snippet: str) -> None:
+def test_snippet_of_the_page_is_in_the_plugin(snippet: str) -> None:
     sources = [
         path.read_text() for pattern in ("*.toml", "**/*.py") for path in PLUGIN.glob(pattern)
     ]
     assert any(snippet.rstrip() in source for source in sources)
 
 
-def test_the_plugin_conforms_in_a_clean_environment(
+def test_plugin_conforms_in_a_clean_environment(
     environment: CleanEnvironment, tmp_path: Path
 ) -> None:
     environment.install(PLUGIN)

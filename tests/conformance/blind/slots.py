@@ -184,7 +184,7 @@ class Slots:
 
     def answers(self):
         for task in list(self.running):
-            if task not in self.running:  # it has been set back
+            if task not in self.running:  # It has been preempted.
                 continue
             while not self.compute(task, min(task.done + CHUNK, len(task.tokens))):
                 others = [other for other in self.running if other is not task]

@@ -111,7 +111,7 @@ class WaitsForADeadOne(Worker):
     """A step waits for the answer of a process that has died."""
 
     def dead(self, error):
-        threading.Event().wait(100.0)  # longer than the suite has patience
+        threading.Event().wait(100.0)  # This is longer than the suite's patience.
         return []
 
 

@@ -57,7 +57,7 @@ class ReboundNameGoesWithTheOldOne(Keeping, MockEngine, names=set):
 class RemovingOneRemovesAll(MockEngine):
     @hookimpl
     def genlm_remove_lora(self, adapter):
-        # The newest is spared, as it may be the one that takes the removed one's place.
+        # The newest adapter is spared: it may be the one that takes the place of a removed one.
         for version in sorted(self.adapters)[:-1]:
             del self.adapters[version]
         return True
@@ -81,7 +81,7 @@ class FailedLoadMovesTheOthers(MockEngine):
 
     @hookimpl
     def genlm_add_lora(self, adapter):
-        if "no-such" in adapter.path:  # the mock takes any
+        if "no-such" in adapter.path:  # The mock itself takes any path.
             self.failed = True
             raise FileNotFoundError(adapter.path)
         return super().genlm_add_lora(adapter)

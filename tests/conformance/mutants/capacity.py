@@ -178,7 +178,7 @@ class PinsAreFreedTwice(Keeping, MockEngine, removed=list, owners=dict, doubled=
             return super().row(query)
         start = query.token_ids[: query.length // BLOCK * BLOCK]
         number = self.owners.setdefault((query.adapter, start), 8 * len(self.owners))
-        shares = number // 8 % 20 == 19  # the block that is free twice comes last
+        shares = number // 8 % 20 == 19  # The block that is free twice comes last.
         return super().row(of(query, 0, *query.token_ids[1:]) if shares else query)
 
 

@@ -160,7 +160,7 @@ class CloseWaitsForWhatIsInFlight(Continuous):
     @hookimpl
     def genlm_close(self):
         if self._in_flight:
-            threading.Event().wait(100.0)  # longer than the suite has patience
+            threading.Event().wait(100.0)  # This is longer than the suite's patience.
 
 
 # --- of an engine with places and blocks ----------------------------------------------------------

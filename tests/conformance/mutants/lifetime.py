@@ -24,7 +24,7 @@ class Pins(MockEngine):
 MUTANTS.changes(
     Pins,
     ("PrefixRefusedQuietly", "engine_keeps_its_contract", lambda e, pinned: not pinned),
-    # As if the engine did not have the hook.
+    # The suite sees an engine without the hook.
     ("PrefixPinnedWithoutAWord", "engine_keeps_its_contract", lambda e, pinned: None),
 )
 

@@ -74,7 +74,7 @@ class TrainingModeAfterLoading(Hooked):
 
     @hookimpl
     def genlm_add_lora(self, adapter, contents):
-        self.training_mode = False  # or the engine would see the model change while it loads
+        self.training_mode = False  # Else the engine sees a model that changes while it loads.
         added = super().genlm_add_lora(adapter, contents)
         self.training_mode = True
         return added

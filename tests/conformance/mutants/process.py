@@ -53,7 +53,7 @@ class ThreadsOfItsOwn(Loading):
     @hookimpl
     def genlm_close(self):
         super().genlm_close()
-        torch.set_num_threads(self.threads)  # for the tests after this one
+        torch.set_num_threads(self.threads)  # Later tests must not see the change.
 
 
 @breaks("process_is_as_it_was")
@@ -65,7 +65,7 @@ class ChangesAVariable(Loading):
     @hookimpl
     def genlm_close(self):
         super().genlm_close()
-        os.environ["PATH"] = self.path  # for the tests after this one
+        os.environ["PATH"] = self.path  # Later tests must not see the change.
 
 
 #: Gives back each line that it gets.
@@ -91,7 +91,7 @@ class WaitsForTheDead(MockEngine):
         except BrokenPipeError:
             answer = ""
         if not answer:
-            threading.Event().wait(100.0)  # longer than the suite has patience
+            threading.Event().wait(100.0)  # This is longer than the suite's patience.
 
     @hookimpl
     def genlm_close(self):

@@ -70,12 +70,12 @@ MUTANTS.changes(
     Changed,
     # The sum of a row is computed in a shorter type.
     ("NormalisedRoughly", "row_is_normalised", lambda e, q, row: row + 1.5e-4),
-    # Tokens less likely than 1e-5 have an even share of what they have together.
+    # Tokens less likely than 1e-5 share their total mass evenly.
     ("TailIsFlat", "warm_row_equals_cold_row", with_a_flat_tail),
 )
 MUTANTS.changes(
     Changed,
-    # Long contexts go another way, whose output is in half precision.
+    # Long contexts take another path, whose output is in half precision.
     (
         "LongRowsInHalf",
         "rows_are_as_precise_at_every_length",
@@ -242,7 +242,7 @@ MUTANTS.changes(
         "batch_answers_in_order",
         lambda e, qs, rows: rows.bfloat16().float().log_softmax(-1) if len(qs) > 2 else rows,
     ),
-    # What is beyond the first 128 rows comes back in the opposite order:
+    # Rows beyond the first 128 come back in the opposite order:
     # https://github.com/ggml-org/llama.cpp/pull/14853
     (
         "SecondMicroBatchReversed",

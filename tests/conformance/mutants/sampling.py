@@ -22,7 +22,7 @@ class DrawnWithOthers(MockEngine):
 
 MUTANTS.changes(
     DrawnWithOthers,
-    # One generator for the whole batch: the size of the batch goes into every draw.
+    # The whole batch has one generator, so every draw depends on the size of the batch.
     (
         "SeedDependsOnTheBatch",
         "seed_fixes_the_draw",
@@ -30,7 +30,7 @@ MUTANTS.changes(
     ),
     ("SeedZeroIsNone", "seed_fixes_the_draw", lambda e, p, batch: evolve(p, seed=p.seed or None)),
     ("DrawsWithoutEntropy", "draws_are_separate", lambda e, p, batch: evolve(p, seed=p.seed or 0)),
-    # Temperature 0 is a low one: the second most likely token has its chances.
+    # Temperature 0 is a low temperature, at which the second most likely token may be drawn.
     (
         "ColdIsOnlyCool",
         "temperature_zero_is_argmax",
@@ -42,7 +42,7 @@ MUTANTS.changes(
         "options_together",
         lambda e, p, batch: evolve(p, top_k=p.top_k + 1) if (p.top_k or 1) > 1 else p,
     ),
-    # A top_p that is 0 in half precision is taken for none.
+    # A top_p that is 0 in half precision counts as none.
     (
         "TinyNucleusIsNone",
         "top_k_and_top_p",
@@ -66,7 +66,7 @@ MUTANTS.changes(
         "cancelled_requests_leave_nothing",
         lambda e, p, batch: evolve(p, stop_token_ids=batch[0].stop_token_ids),
     ),
-    # Though it is not listed: https://github.com/vllm-project/vllm/issues/4589
+    # It stops although it is not listed: https://github.com/vllm-project/vllm/issues/4589
     (
         "EndTokenAlwaysStops",
         "draws_of_full_length",
@@ -80,7 +80,7 @@ MUTANTS.changes(
         "first_and_last_token_stop",
         lambda e, p, batch: evolve(p, top_k=1) if len(batch) > 40 else p,
     ),
-    # The token is tested as a truth before it is looked for among the stop tokens.
+    # The token is tested as a truth value before it is looked for among the stop tokens.
     (
         "TokenZeroNeverStops",
         "first_and_last_token_stop",

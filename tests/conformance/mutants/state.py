@@ -27,7 +27,7 @@ class FoundBy(Forgetting, MockEngine, first=dict):
 MUTANTS.changes(
     FoundBy,
     ("StateKeptWithoutItsAdapter", "adapters_in_turn", lambda e, q: q.token_ids),
-    # A name that is bound anew finds the blocks of before:
+    # A name that is rebound finds the blocks of its former adapter:
     # https://github.com/vllm-project/vllm/issues/42125 and 30931
     (
         "ReboundNameKeepsItsBlocks",
@@ -207,7 +207,7 @@ class ForksTakeAWholeBlock(Remembering):
     """A fork of a long context takes the block in which it leaves with it."""
 
     def spoilt(self, ids, alone):
-        # By its last two tokens alone, where another has more than two blocks more.
+        # A context is found by its last two tokens alone, beside one of more than two blocks more.
         return any(
             len(other) > len(ids) + 2 * BLOCK
             and begins(other, ids[:-2])

@@ -26,8 +26,8 @@ class Job:
     """What the batch knows of one request. An engine has these in arrays, one place for each."""
 
     request: Request
-    tokens: list[int]  # of the prompt, then of what is scored or was drawn
-    prompt: int  # how many of them are the prompt
+    tokens: list[int]  # The prompt, then the tokens that are scored or were drawn.
+    prompt: int  # How many of these tokens are the prompt.
     adapter: Adapter | None
     drawer: TokenDrawer | None = None
     stops: frozenset[int] = frozenset()
@@ -122,7 +122,7 @@ class WorkingEngine(MockEngine):
             key=lambda one: one[0],
             default=(0, []),
         )
-        # At least the last token is computed, and whatever is scored.
+        # The last token is always computed, and so are all tokens that are scored.
         job.state = state[: min(known, len(job.tokens) - 1, job.prompt - 1)]
         self.batch.append(job)
 

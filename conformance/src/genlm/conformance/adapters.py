@@ -26,8 +26,8 @@ from genlm.core.types import TokenIds
 if TYPE_CHECKING:
     import torch
 
-#: Tokens of a draw that is under way while adapters change.
-DRAWN = 8
+#: The tokens of a draw that is under way while adapters change.
+DRAWN_TOKENS = 8
 
 
 class AdapterClauses:
@@ -152,7 +152,7 @@ class AdapterClauses:
             live.expect.same(live.ask(context, name), expected, what)
 
         live.model.reset()
-        # Of several blocks, also where Hypothesis chooses a short one.
+        # One context has several blocks, also where Hypothesis chooses short ones.
         removed_adapter(live.contexts.long(min(40, live.contexts.limit - 1), 1))
         for_all(live, examples=4, context=live.contexts.any())(removed_adapter)
 
@@ -179,7 +179,7 @@ class AdapterClauses:
                 *asked, draw = await started(
                     *(live.lm.next_token_logprobs(context, lora_name=name) for name in names),
                     live.lm.sequence_logprobs(context, tail, first),
-                    live.lm.sample(context, DRAWN, [], lora_name=first),
+                    live.lm.sample(context, DRAWN_TOKENS, [], lora_name=first),
                 )
                 await live.gate.until_held()
                 draw.cancel()
@@ -196,7 +196,7 @@ class AdapterClauses:
             *answers, score = live.run(changed_in_flight(change))
             for name, answer, row in zip(names, answers, rows, strict=True):
                 live.expect.same(answer, row, f"{brief(context)} with {name!r}, while {what}")
-            # Where the core makes a score of several rows, it is refused if its adapter goes.
+            # The core rejects a score that it makes from several rows if its adapter goes.
             if not isinstance(score, UnknownAdapterError):
                 asked = f"{brief(tail)} after {brief(context)} with {first!r}, while {what}"
                 live.expect.score(float(answered(score, asked)[1]), expected, f"{asked}: token 1")
@@ -235,7 +235,7 @@ class AdapterClauses:
         except Exception as error:
             check(bool(str(error)), f"{type(error).__name__} without a message")
         else:
-            # An engine that takes any path, such as the mock: nothing failed.
+            # The engine takes any path, as the mock does, so nothing failed.
             live.model.bind(name, name)
         for chosen in (None, name):
             live.check_row(context, chosen, how=f"after loading {name!r} from nowhere")
@@ -251,8 +251,8 @@ class AdapterClauses:
         for i in range(4):
             try:
                 live.model.bind(f"further-{i}", (first, second)[i % 2])
-            except Exception:  # an engine may have a limit, and say so
-                break
+            except Exception:
+                break  # An engine may have a limit, and say so.
             names.append(f"further-{i}")
         asked = [first, second, *names, None]
         expected = [*rows, *(rows[i % 2] for i in range(len(names))), live.cold(context)]

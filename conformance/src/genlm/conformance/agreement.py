@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: In vocabularies up to this size rounding hardly moves a draw. In one of 50,000 tokens a hundredth
 #: of the mass is of tokens so unlikely that a change of the last digits moves the boundary between
 #: them by more than their mass.
-SMALL_VOCABULARY = 1000
+SMALL_VOCABULARY_TOKENS = 1000
 
 #: A violation that rounding may explain must come up with this many further seeds.
 OTHER_SEEDS = 3
@@ -35,7 +35,7 @@ def expect_same_draw(drawn: Sequence[int], expected: Sequence[int], otherwise: s
 
 def steady(live: Subject, top_k: int = 20) -> dict[str, Any]:
     """Options of seeded draws that rounding hardly moves."""
-    return {} if len(live.lm.byte_vocab) <= SMALL_VOCABULARY else {"top_k": top_k}
+    return {} if len(live.lm.byte_vocab) <= SMALL_VOCABULARY_TOKENS else {"top_k": top_k}
 
 
 def for_each_seed(holds: Callable[..., None]) -> Callable[..., None]:
@@ -77,7 +77,7 @@ def expect_frequencies(
     """Check by a chi-squared test that draws come at the frequencies ``mass``."""
     counts = Counter(map(tuple, drawn))
     total = counts.total()
-    # What is expected five times or more, a cell each, and one cell for all the others.
+    # Each draw that is expected five times or more is a cell; all others share one cell.
     cells = [each for each, p in mass.items() if p * total >= 5]
     observed = [counts[cell] for cell in cells]
     expected = [mass[cell] * total for cell in cells]

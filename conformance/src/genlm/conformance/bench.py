@@ -24,14 +24,14 @@ from genlm.core.plugins import backend_names, find_backend
 from genlm.core.sampling import checked_params
 
 PROMPT = "Once upon a time there was"
-PARTICLES = (1, 2, 4, 8, 16, 32, 64)
-SECONDS = 60.0
+PARTICLE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+BENCH_SECONDS = 60.0
 
 #: How many tokens a particle draws before a new one begins.
-LENGTH = 32
+PARTICLE_TOKENS = 32
 
 #: What the mock is for is not speed: it is measured only by name.
-LEFT_OUT = ("mock",)
+UNMEASURED_BACKENDS = ("mock",)
 
 
 @frozen
@@ -53,11 +53,14 @@ def add_to(commands: Commands) -> None:
         action="append",
     )
     bench.add_argument(
-        "--seconds", type=float, default=SECONDS, help=f"in all, loading apart; default {SECONDS:g}"
+        "--seconds",
+        type=float,
+        default=BENCH_SECONDS,
+        help=f"in all, loading apart; default {BENCH_SECONDS:g}",
     )
     bench.add_argument(
         "--particles",
-        default=",".join(map(str, PARTICLES)),
+        default=",".join(map(str, PARTICLE_COUNTS)),
         help="numbers of particles, with commas between; default %(default)s",
     )
     bench.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -92,7 +95,7 @@ def _backends() -> list[str]:
     found = []
     for name in backend_names():
         try:
-            if name not in LEFT_OUT and find_backend(name).info().available:
+            if name not in UNMEASURED_BACKENDS and find_backend(name).info().available:
                 found.append(name)
         except (BackendImportError, PluginError) as error:
             print(f"genlm: {name} is left out: {error}", file=sys.stderr)
@@ -142,7 +145,7 @@ async def rates(lm: AsyncLM, particles: list[int], seconds: float) -> dict[int, 
     progress = Progress()
     measured = {}
     try:
-        await step(lm, 1, 0.0)  # what the engine does once
+        await step(lm, 1, 0.0)  # The first step includes what the engine does once.
         for done, count in enumerate(particles):
             progress.show(f"bench: {count} particles ({done + 1} of {len(particles)}) ...")
             start = time.perf_counter()
@@ -161,10 +164,10 @@ async def step(lm: AsyncLM, count: int, seconds: float) -> int:
     lm.clear_cache()
 
     async def particle(seed: int) -> int:
-        drawer, drawn = TokenDrawer(checked_params(LENGTH, [], seed=seed)), 0
+        drawer, drawn = TokenDrawer(checked_params(PARTICLE_TOKENS, [], seed=seed)), 0
         while True:
             context = lm.context(prompt)
-            for _ in range(LENGTH):
+            for _ in range(PARTICLE_TOKENS):
                 token_id = drawer.draw(await lm.next_token_logprobs(context))
                 context = context.extend(token_id)
                 drawn += 1

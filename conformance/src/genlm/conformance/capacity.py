@@ -11,33 +11,33 @@ from typing import Any
 import pytest
 
 from genlm.conformance.advice import advise
-from genlm.conformance.agreement import SMALL_VOCABULARY, steady
-from genlm.conformance.compare import ROUNDING, Violation, check
+from genlm.conformance.agreement import SMALL_VOCABULARY_TOKENS, steady
+from genlm.conformance.compare import ROUNDING_ATOL, Violation, check
 from genlm.conformance.driver import Outcome, in_order, started, submitted
 from genlm.conformance.scheduled import MOVING
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
-#: How many times so many requests are cancelled while they are in flight.
-TURNS, AT_ONCE = 6, 64
+#: In how many turns requests are cancelled in flight, and how many in each turn.
+CANCELLING_TURNS, REQUESTS_A_TURN = 6, 64
 
-#: The most tokens of their prompts.
-PROMPT = 100
+#: The most tokens of the prompts of cancelled requests.
+MAX_PROMPT_TOKENS = 100
 
-#: How many draws are made together before and after, and their tokens.
-TOGETHER, DRAWN = 40, 6
+#: How many draws are made together before and after the cancellations, and their tokens.
+DRAWS_TOGETHER, DRAWN_TOKENS = 40, 6
 
-#: How many draws, and how many scores, are asked together beside pins.
-SCORES = 6
+#: How many draws, and as many scores, are asked for together beside pins.
+SCORES_TOGETHER = 6
 
-#: Tokens of these scores, and of those that are made in steps: they are set back half done.
-SCORED, SCORED_IN_STEPS = 40, 200
+#: Tokens of these scores. Scores made in steps have more, so that some are preempted half done.
+SCORED_TOKENS, TOKENS_SCORED_IN_STEPS = 40, 200
 
-#: How many contexts are asked between a pin and its use: more than an engine may keep beside pins.
-OTHERS = 320
+#: How many contexts are asked for between a pin and its use: more than engines keep beside pins.
+OTHER_CONTEXTS = 320
 
-#: How many times a prompt is pinned before it is cleared.
-PINNED = 8
+#: How many times a prompt is pinned before each clear.
+PINS_A_CLEAR = 8
 
 
 class CapacityClauses:
@@ -58,23 +58,26 @@ class CapacityClauses:
         live.model.reset()
         before = self._calls(live, 0)
         overtook = self._short_overtakes(live)
-        most = min(live.longest, contexts.limit - DRAWN, PROMPT)
+        most = min(live.longest, contexts.limit - DRAWN_TOKENS, MAX_PROMPT_TOKENS)
         cancelled = 0
-        for turn in range(live.scaled(TURNS, 3)):
+        for turn in range(live.scaled(CANCELLING_TURNS, 3)):
             draws = turn % 2 == 0
-            prompts = [contexts.long(max(1, most - i % 3), i + turn) for i in range(AT_ONCE)]
+            prompts = [
+                contexts.long(max(1, most - i % 3), i + turn) for i in range(REQUESTS_A_TURN)
+            ]
             cancelled += live.drive(self._all_leave(live, prompts, draws))
         after = self._calls(live, 1)
         told = (
             f"{cancelled} requests were cancelled while they were in flight; since then {{}}: the "
             "places of some were not given back"
         )
-        wakes = live.lm.supports("genlm_wake")  # such an engine's calls are cut short by chance
+        # The calls of an engine with genlm_wake end by chance, so their number says nothing.
+        wakes = live.lm.supports("genlm_wake")
         check(
             wakes or after <= before + max(2, before // 4),
             told.format(
-                f"{TOGETHER} draws of {DRAWN} tokens take {after} calls of the engine together, "
-                f"and took {before} before"
+                f"{DRAWS_TOGETHER} draws of {DRAWN_TOKENS} tokens take {after} calls of the engine "
+                f"together, and took {before} before"
             ),
         )
         check(
@@ -86,11 +89,11 @@ class CapacityClauses:
 
     def _calls(self, live: Subject, turn: int) -> int:
         """How many calls of the engine some draws take together."""
-        prompts = [live.contexts.long(6 + i, i) for i in range(TOGETHER)]
+        prompts = [live.contexts.long(6 + i, i) for i in range(DRAWS_TOGETHER)]
         live.lm.clear_cache()
         begun = len(live.gate.recent_calls)
         live.run_all(
-            live.lm.sample(prompt, DRAWN, [], seed=100 * turn + i)
+            live.lm.sample(prompt, DRAWN_TOKENS, [], seed=100 * turn + i)
             for i, prompt in enumerate(prompts)
         )
         return len(live.gate.recent_calls) - begun
@@ -100,7 +103,7 @@ class CapacityClauses:
 
         async def together() -> list[str]:
             long, short = await started(
-                live.lm.sample(live.contexts.long(3, 1), 2 * DRAWN, [], seed=1),
+                live.lm.sample(live.contexts.long(3, 1), 2 * DRAWN_TOKENS, [], seed=1),
                 live.lm.sample(live.contexts.long(4, 2), 1, [], seed=2),
             )
             return await in_order({"long": long, "short": short})
@@ -112,6 +115,11 @@ class CapacityClauses:
         lm, gone = live.lm, 0
         asked: list[asyncio.Future[Outcome]] = []
 
+        def ask(i: int, ids: TokenIds) -> Coroutine[Any, Any, Outcome]:
+            return (
+                lm.sample(ids, DRAWN_TOKENS, [], seed=i) if draws else lm.next_token_logprobs(ids)
+            )
+
         async def leave() -> None:
             nonlocal gone
             for one in asked:
@@ -121,12 +129,7 @@ class CapacityClauses:
 
         async with live.after_each_call(leave):
             with live.gate.held():
-                asked += await started(
-                    *(
-                        lm.sample(ids, DRAWN, [], seed=i) if draws else lm.next_token_logprobs(ids)
-                        for i, ids in enumerate(prompts)
-                    )
-                )
+                asked += await started(*(ask(i, ids) for i, ids in enumerate(prompts)))
             await live.all_done(asked)
         return gone
 
@@ -145,17 +148,18 @@ class CapacityClauses:
         for length, times in ((min(600, room), live.scaled(12, 6)), (min(5, room), 20)):
             prompt = contexts.long(length, 3)
             for _ in range(times):
-                for _ in range(PINNED):
+                for _ in range(PINS_A_CLEAR):
                     try:
                         live.lm.cache_kv(prompt)
                     except Exception as error:
                         raise Violation(
                             f"a prompt of {length} tokens cannot be pinned any more, after {pins} "
-                            f"pins and {cleared} calls of clear_kv_cache(), {PINNED} pins of one "
-                            f"prompt before each: what is pinned again is not given back ({error})"
+                            f"pins and {cleared} calls of clear_kv_cache(), {PINS_A_CLEAR} pins of "
+                            "one prompt before each: what is pinned again is not given back "
+                            f"({error})"
                         ) from error
                     pins += 1
-                live.check_row((*prompt, contexts.tokens[0]), how=f"pinned {PINNED} times")
+                live.check_row((*prompt, contexts.tokens[0]), how=f"pinned {PINS_A_CLEAR} times")
                 live.model.clear()
                 cleared += 1
             live.check_row((*prompt, contexts.tokens[0]), how="after its pins were cleared")
@@ -190,7 +194,8 @@ class CapacityClauses:
         scores: list[tuple[Outcome, TokenIds, TokenIds]] = []
         drawn: list[Outcome] = []
         for turn, tail in enumerate((contexts.tokens[:1], contexts.tokens[2:4])):
-            if turn:  # room for some of what is asked together: the others are set back
+            if turn:
+                # With room for some of what is asked for together, the others are preempted.
                 live.model.clear()
                 pinned = pinned[: max(1, len(pinned) - math.ceil(2 * room / length))]
                 for prompt in pinned:
@@ -202,17 +207,19 @@ class CapacityClauses:
             for prompt in pinned[:: max(1, len(pinned) // 4)]:
                 asked = (*prompt, *tail)
                 rows.append((*live.gather([asked]), asked, f"extending one of them, {beside}"))
-            texts = [contexts.long(room, 6 + i) for i in range(SCORES)]
+            texts = [contexts.long(room, 6 + i) for i in range(SCORES_TOGETHER)]
             in_steps = live.lm.supports("genlm_step", "scores")
-            many = SCORED_IN_STEPS if in_steps else SCORED
+            many = TOKENS_SCORED_IN_STEPS if in_steps else SCORED_TOKENS
             pairs = [(text[:half], text[half:][:many]) for text in texts if room > 1]
             given = live.run(_outcomes(*(draw() for draw in draws), *_scores(live, pairs)))
             drawn += given[: len(draws)]
             scores += [(s, *pair) for s, pair in zip(given[len(draws) :], pairs, strict=True)]
             live.lm.clear_cache()
-        live.model.clear()  # there may be no room for cold rows beside pins, either
+        # There may be no room for cold rows beside pins, either.
+        live.model.clear()
         for row, context, how in rows:
-            if not isinstance(row, Exception):  # there was no room, and the engine said so
+            # An exception says that there was no room: that is an honest answer.
+            if not isinstance(row, Exception):
                 live.expect.row(row, context, how=how)
         for score, prompt, scored in scores:
             if not isinstance(score, Exception):
@@ -223,11 +230,13 @@ class CapacityClauses:
             for now, before in zip(drawn, alone * 2, strict=True)
             if not isinstance(now, Exception) and now != before
         ]
-        few = 0 if len(live.lm.byte_vocab) <= SMALL_VOCABULARY else len(drawn) // 4  # by rounding
+        # Rounding may move a few draws of a large vocabulary.
+        is_small = len(live.lm.byte_vocab) <= SMALL_VOCABULARY_TOKENS
+        few = 0 if is_small else len(drawn) // 4
         check(
             len(moved) <= few,
-            f"{beside} and {SCORES} scores, {len(moved)} of {len(drawn)} seeded draws after {half} "
-            f"tokens are not what they are without them: {moved[:1]}",
+            f"{beside} and {SCORES_TOGETHER} scores, {len(moved)} of {len(drawn)} seeded draws "
+            f"after {half} tokens are not what they are without them: {moved[:1]}",
         )
         for context in (contexts.long(room, 6), *pinned[:1]):
             live.check_row(context, how=f"after {len(pinned)} pinned prompts were cleared")
@@ -242,7 +251,7 @@ class CapacityClauses:
         contexts asked for. Then each prompt, extended by a token, has its cold row."""
         live.needs("genlm_cache_prefix")
         count = live.scaled(48, 24)
-        many = live.contexts.many(OTHERS + count)
+        many = live.contexts.many(OTHER_CONTEXTS + count)
         prompts, others = many[:count], many[count:]
         pinned = _pinned(live, prompts)
         live.gather(others)
@@ -252,14 +261,14 @@ class CapacityClauses:
 
     def _draws(self, live: Subject, half: int) -> list[Callable[[], Coroutine[Any, Any, Outcome]]]:
         """Draws that are made alone, and beside pins; none where rounding may change them."""
-        if live.expect.atol > ROUNDING:
+        if live.expect.atol > ROUNDING_ATOL:
             return []
         most = min(live.scaled(24, 16), live.contexts.limit - half)
         return [
             functools.partial(
                 live.lm.sample, live.contexts.long(half, i), most, [], seed=i, **steady(live)
             )
-            for i in range(SCORES)
+            for i in range(SCORES_TOGETHER)
         ]
 
     @advise(

@@ -23,10 +23,10 @@ from genlm.core.cli.terminal import Progress
 from genlm.core.errors import GenlmError, InvalidOptionError
 
 #: The effort of ``--quick``.
-QUICK = 0.1
+QUICK_EFFORT = 0.1
 
 #: Options that are attributes of the suite.
-AS_GIVEN = (
+SUITE_OPTIONS = (
     "backend", "model", "seed", "longest", "window", "patience", "deadline", "reference",
     "ignores_tokens", "text_is_normalised",
 )  # fmt: skip
@@ -46,7 +46,7 @@ def run_command(options: argparse.Namespace) -> int:
         suite = suite_of(options)
         write = _writer(options.report)
         with _ending(suite), contextlib.closing(suite.subject()) as subject:
-            subject.until = math.inf  # the run begins after it
+            subject.until = math.inf  # The time of the run begins after the import.
             backend = imported(suite.backend, subject)
             if suite.reference is not None:
                 imported(suite.reference, subject)
@@ -70,7 +70,7 @@ def run_command(options: argparse.Namespace) -> int:
         progress.show(f"{next(done)} of {len(suite.clauses)} clauses ...")
 
     progress.show(f"loading {suite.model} on {backend.name} ...")
-    # What the engine and the log print in the meantime is not part of the result.
+    # The output of the engine and of the log is not part of the result.
     with contextlib.redirect_stdout(sys.stderr), _ending(suite):
         report = run(suite, show)
     progress.clear()
@@ -138,12 +138,12 @@ def suite_of(options: argparse.Namespace) -> ConformanceSuite:
         if value is not None and not value > 0:
             raise InvalidOptionError(f"--{name} must be more than 0; got {value:g}")
     suite = ConformanceSuite()
-    for name in AS_GIVEN:
+    for name in SUITE_OPTIONS:
         setattr(suite, name, getattr(options, name))
     suite.adapters = dict(named("--adapter", given) for given in options.adapter)
     suite.atol = options.atol if options.atol is not None else ATOL[options.dtype or "float32"]
     suite.options = dict(parsed("--option", given) for given in options.option)
-    suite.effort = QUICK if options.quick else options.effort
+    suite.effort = QUICK_EFFORT if options.quick else options.effort
     suite.second_model = not options.no_second_model
     suite.excused = dict(named("--excuse", given) for given in options.excuse)
     check_excuses(suite.excused)

@@ -26,7 +26,7 @@ STANDARD = os.path.dirname(os.__file__)
 ATOL = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 #: How many of the most likely tokens are compared by log-probability too.
-TOP = 10
+TOP_TOKENS = 10
 
 #: Their tolerance, in units of ``atol``.
 TOP_FACTOR = 10.0
@@ -37,7 +37,7 @@ TAIL, TAIL_FACTOR, TAIL_MOST = 1e-7, 500.0, 3.0
 
 #: Beyond it a change of the batch's shape may move a drawing point across a boundary between two
 #: tokens.
-ROUNDING = 1e-3
+ROUNDING_ATOL = 1e-3
 
 
 class Violation(AssertionError):
@@ -65,7 +65,8 @@ def answered(outcome: Any, what: str, more: str = "") -> Any:
 def origin(error: BaseException) -> str:
     """Where in the engine's own code an exception was raised, as the end of a message; empty where
     it was not."""
-    while error.__cause__ is not None:  # the core says which request it was
+    # The core's exception, which names the request, comes from the engine's.
+    while error.__cause__ is not None:
         error = error.__cause__
     place = _engines_own(traceback.walk_tb(error.__traceback__))
     return f" (raised by the engine's own code, in {place})" if place else ""
@@ -119,7 +120,7 @@ def difference(row: torch.Tensor, expected: torch.Tensor, atol: float) -> str | 
     """What tells two rows of log-probabilities apart beyond the tolerance; ``None`` if nothing
     does.
 
-    Probabilities may differ by ``atol``, the log-probabilities of the ``TOP`` most likely tokens by
+    Probabilities may differ by ``atol``, the log-probabilities of the ``TOP_TOKENS`` most likely by
     ``TOP_FACTOR * atol``, those of all that are not rarer than ``TAIL`` by ``TAIL_FACTOR * atol``.
     """
     if row.shape != expected.shape:
@@ -133,11 +134,12 @@ def difference(row: torch.Tensor, expected: torch.Tensor, atol: float) -> str | 
     if bool(impossible.any()):
         return f"the log-probability {at(int(impossible.nonzero()[0]), row, expected)}"
     away = (row.exp() - expected.exp()).abs()
-    if not bool((away <= atol).all()):  # nan is not within anything
+    # The comparison is written so that nan is not within the tolerance.
+    if not bool((away <= atol).all()):
         found = at(int(away.nan_to_num(float("inf")).argmax()), row.exp(), expected.exp())
         return f"the probability {found} (tolerance {atol:g})"
-    top = expected.topk(min(TOP, len(expected))).indices
-    # The difference of two -inf is nan: they are the same.
+    top = expected.topk(min(TOP_TOKENS, len(expected))).indices
+    # The difference of two -inf is nan, although both are the same.
     away = (row[top] - expected[top]).abs().where(row[top] != expected[top], 0.0)
     if not bool((away <= TOP_FACTOR * atol).all()):
         found = at(int(top[away.argmax()]), row, expected)

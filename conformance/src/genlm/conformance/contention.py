@@ -14,29 +14,34 @@ from genlm.conformance.driver import Outcome, in_order, started, submitted
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
-#: Tokens of a long draw.
-LONG = 40
+#: The tokens of a long draw.
+LONG_DRAW_TOKENS = 40
 
-#: In how many calls of the engine a request must be answered, while a stream of others never
-#: pauses. Engines differ in how many calls a request takes; a starved one is not answered at all.
-BOUND = 40
+#: The most calls of the engine until a request is answered, while a stream of others never pauses.
+#: Engines differ in how many calls a request takes; a starved request is not answered at all.
+MAX_CALLS = 40
 
 #: The same for an engine whose work may happen on several machines (it has ``genlm_wake``): while
 #: one is slow, others may answer many calls.
-BOUND_ELSEWHERE = 2000
+MAX_CALLS_ELSEWHERE = 2000
 
-#: At which of its lines of Python code a step is woken.
-LINES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 14, 20, 35, 50, 100, 300, 1000)
+#: The numbers of the lines of a step's Python code at which it is woken.
+WAKE_LINES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 14, 20, 35, 50, 100, 300, 1000)
 
-#: How often a step is woken, and the part of the patience that a wake may take.
-WAKES, STALL = 4, 1 / 240
+#: How often a step is woken at most, and the part of the patience that a wake may take.
+MAX_WAKES, STALL_PART = 4, 1 / 240
 
-#: How often each of a crowd asks, on average. Who waits must be answered before three quarters of
-#: the crowd's requests.
-TIMES = 8
+#: How many requests each caller of a crowd makes on average. A waiting request must be answered
+#: before three quarters of the crowd's.
+REQUESTS_A_CALLER = 8
 
-#: Who waits among the crowd.
-CROWDED = ("a row", "a draw of 2 tokens", "a score of 2 tokens", "a row that was asked first")
+#: The requests that wait among the crowd.
+WAITING_REQUESTS = (
+    "a row",
+    "a draw of 2 tokens",
+    "a score of 2 tokens",
+    "a row that was asked first",
+)
 
 
 class ContentionClauses:
@@ -50,7 +55,7 @@ class ContentionClauses:
         contexts each ask again when the call after their answer ends."""
         callers = live.scaled(64, 32)
         contexts = live.contexts
-        crowd = contexts.many(callers * TIMES)
+        crowd = contexts.many(callers * REQUESTS_A_CALLER)
         left = iter(crowd)
         long = contexts.long(min(100, contexts.limit - 3, live.longest), 3)
         tokens = contexts.tokens[:2]
@@ -62,12 +67,15 @@ class ContentionClauses:
 
         async def one_of_the_crowd(number: int) -> None:
             nonlocal answered
-            if number % 2:  # half of them begin a call later, so new requests come with every call
+            # Half of them begin a call later, so that new requests come with every call.
+            if number % 2:
                 await call_ended.wait()
-            for context in left:  # who is answered sooner asks more
+            # A caller that is answered sooner asks more often.
+            for context in left:
                 await live.lm.next_token_logprobs(context)
                 answered += 1
-                if answered == 3 * len(crowd) // 4:  # at the end the crowd is gone
+                # Not all of the crowd's requests count: at the end the crowd gets smaller.
+                if answered == 3 * len(crowd) // 4:
                     passed_over.extend(name for name, one in waiting.items() if not one.done())
                 if answered > 3 * len(crowd) // 4:
                     return
@@ -88,10 +96,11 @@ class ContentionClauses:
                     live.lm.sample(drawn, 2, [], temperature=0.0),
                     live.lm.sequence_logprobs(scored, tokens),
                 )
-                waiting.update(zip(CROWDED, [*asked, *first], strict=True))
+                waiting.update(zip(WAITING_REQUESTS, [*asked, *first], strict=True))
             async with live.after_each_call(call_ends):
                 await live.all_done([*asked, *first])
-                for one in (*others, *asked, *first):  # who is not answered at all
+                # Some may not be answered at all.
+                for one in (*others, *asked, *first):
                     one.cancel()
             return await asyncio.gather(*asked, *first, return_exceptions=True)
 
@@ -150,7 +159,8 @@ class ContentionClauses:
             live.gate.hold()
             for i in range(3):
                 (asked[f"draw {i}"],) = await started(lm.sample(long, length, [], seed=i))
-                if i:  # the engine has been woken, if it waits for what is finished
+                # An engine that waits for its work to finish has been woken by the request.
+                if i:
                     live.gate.release(calls=1)
                 await live.gate.until_held()
             (asked["row"],) = await started(lm.next_token_logprobs(row))
@@ -214,7 +224,7 @@ class ContentionClauses:
         """``genlm_wake`` returns at once, and does not raise, when it is called in the middle of a
         line of a step, as the garbage collector may do: it waits for no lock that a step holds."""
         live.needs("genlm_wake")
-        contexts = live.contexts.many(2 * len(LINES))
+        contexts = live.contexts.many(2 * len(WAKE_LINES))
         hung: list[Violation] = []
 
         async def ask(context: TokenIds, line: int, beside: TokenIds) -> list[Outcome]:
@@ -228,7 +238,8 @@ class ContentionClauses:
             def in_the_middle() -> None:
                 try:
                     call()
-                except Violation as violation:  # the step goes on
+                except Violation as violation:
+                    # The step must go on.
                     hung.append(violation)
 
             live.gate.on_line = line, in_the_middle
@@ -238,7 +249,9 @@ class ContentionClauses:
                 live.gate.on_line = None
 
         live.model.reset()
-        for line, context, beside in zip(LINES, contexts, contexts[len(LINES) :], strict=False):
+        for line, context, beside in zip(
+            WAKE_LINES, contexts, contexts[len(WAKE_LINES) :], strict=False
+        ):
             try:
                 rows = live.run(ask(context, line, beside))
             finally:
@@ -263,25 +276,26 @@ class ContentionClauses:
         """``genlm_wake`` returns while the step still runs, also where a step takes seconds: else
         asking for a row stops the event loop of its caller."""
         live.needs("genlm_wake")
-        contexts = live.contexts.many(2 * WAKES)
-        most = live.patience * STALL
+        contexts = live.contexts.many(2 * MAX_WAKES)
+        most = live.patience * STALL_PART
         stalls: list[float] = []
 
         async def ask_beside(context: TokenIds, beside: TokenIds) -> list[Outcome]:
             with live.gate.held():
                 (first,) = await started(live.lm.next_token_logprobs(context))
                 await live.gate.until_held()
-            await asyncio.sleep(0.02)  # the step is under way, unless it takes less
+            await asyncio.sleep(0.02)  # Then the step is under way, unless it takes less.
             began = time.perf_counter()
             (second,) = await started(live.lm.next_token_logprobs(beside))
             stalls.append(time.perf_counter() - began)
             return [await first, await second]
 
         live.model.reset()
-        for context, beside in zip(contexts, contexts[WAKES:], strict=False):
+        for context, beside in zip(contexts, contexts[MAX_WAKES:], strict=False):
             rows = live.run(ask_beside(context, beside))
             live.expect.rows(rows, [context, beside], how="asked while a step ran")
-            if stalls[-1] < most:  # the machine may have had other work
+            # The machine may have had other work in the turns before.
+            if stalls[-1] < most:
                 return
         raise Violation(
             f"asking for a row while a step ran stopped the event loop for {min(stalls):.2g} s or "
@@ -298,7 +312,7 @@ class ContentionClauses:
         """A row and a draw are answered within a bounded number of calls of the engine, while every
         call brings another request."""
         elsewhere = live.lm.supports("genlm_wake")
-        bound = BOUND_ELSEWHERE if elsewhere else BOUND
+        bound = MAX_CALLS_ELSEWHERE if elsewhere else MAX_CALLS
         contexts = live.contexts.many(bound + 12)
         victims = [context for context in contexts if len(context) > 4][:2]
         others = [c for c in contexts if all(c[: len(one)] != one for one in victims)]
@@ -312,8 +326,8 @@ class ContentionClauses:
             stream.extend(await started(live.lm.next_token_logprobs(others[len(stream)])))
 
         async def after_a_call() -> None:
-            # A request that comes in now wakes the next call, if it can be woken. That one may end
-            # before it has done anything, so there only a call that answers brings another.
+            # A request that comes in now wakes the next call of an engine with genlm_wake. That
+            # call may end before it has done anything, so only a call that answers brings another.
             if elsewhere and not live.gate.recent_calls[-1].answered:
                 return
             waiting = {what for what, answer in asked.items() if not answer.done()}
@@ -350,7 +364,7 @@ class ContentionClauses:
         if "genlm_sample" in self._hooks_of_a_draw(live):
             pytest.skip("the engine draws in one call of genlm_sample, not in its steps")
         prompt = live.contexts.long(5, 1)
-        return prompt, min(LONG, live.contexts.limit - len(prompt))
+        return prompt, min(LONG_DRAW_TOKENS, live.contexts.limit - len(prompt))
 
     def _hooks_of_a_draw(self, live: Subject) -> set[str]:
         live.model.reset()

@@ -23,13 +23,13 @@ from genlm.core.types import TokenIds
 
 #: The lengths of the stems that contexts share: none, less than a block of a paged cache, more than
 #: one, more than two.
-STEMS = (0, 3, 18, 37)
+STEM_TOKENS = (0, 3, 18, 37)
 
 #: Sizes at which engines change what they do, for lengths and for batches.
 EDGES = (16, 32, 48, 64, 96, 128, 256, 512, 1024)
 
 #: The sizes of batches, up to the most that are tried.
-BATCHES = (5, 9, 15, 17, 31, 33, 49, 55, 65, 129, 257, 300)
+BATCH_SIZES = (5, 9, 15, 17, 31, 33, 49, 55, 65, 129, 257, 300)
 
 #: If the tokenizer has words, contexts are made of this text. On tokens that make no text, some
 #: models amplify rounding: the rows of SmolLM2-135M, one context evaluated beside another, then
@@ -49,7 +49,7 @@ def words(tokenizer: Any, vocab_size: int) -> list[int]:
         ids = [int(token_id) for token_id in tokenizer.encode(TEXT)]
     except (AttributeError, TypeError, ValueError):
         return []
-    has_words = max(STEMS) <= len(ids) < 2 * len(TEXT.split())
+    has_words = max(STEM_TOKENS) <= len(ids) < 2 * len(TEXT.split())
     return ids if has_words and all(0 <= token_id < vocab_size for token_id in ids) else []
 
 
@@ -84,7 +84,7 @@ class Contexts:
         ]
         #: What long contexts begin with.
         self.stem = tuple(
-            text or (vocab_size * (7 + 13 * i) // 601 % vocab_size for i in range(max(STEMS)))
+            text or (vocab_size * (7 + 13 * i) // 601 % vocab_size for i in range(max(STEM_TOKENS)))
         )
 
     def lengths(self, most: int) -> list[int]:
@@ -126,7 +126,7 @@ class Contexts:
     def any(self, room_for: int = 4) -> SearchStrategy[TokenIds]:
         """One context that leaves room for that many tokens to follow."""
         longest = min(5, self.limit - room_for)
-        fitting = [n for n in STEMS if n + longest + room_for <= self.limit]
+        fitting = [n for n in STEM_TOKENS if n + longest + room_for <= self.limit]
         stems = st.sampled_from([self.stem[:n] for n in fitting])
         return joined(stems, st.lists(st.sampled_from(self.tokens), min_size=1, max_size=longest))
 

@@ -104,10 +104,12 @@ def failing_forward(model: Any) -> Callable[[int], AbstractContextManager[None]]
     if not isinstance(model, nn.Module):
         return None
     parts: list[nn.Module] = [each for each in model.modules() if isinstance(each, nn.Linear)]
-    if not parts:  # an engine with linear layers of its own: fail between its blocks
+    if not parts:
+        # The engine has linear layers of its own: it fails between its blocks.
         lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
         parts = [*max(lists, key=len, default=())]
-    if not parts:  # or after whatever has weights
+    if not parts:
+        # It has no list of blocks, either: it fails after any module with weights.
         parts = [each for each in model.children() if any(True for _ in each.parameters())]
     if not parts:
         return None

@@ -17,14 +17,15 @@ from genlm.conformance.compare import Violation, brief, standing
 T = TypeVar("T")
 Outcome = Any  # an answer, or the exception in its place
 
-#: Models of which a call hung. They are kept: what collects one stops it, which may hang as well.
-ABANDONED: list[Any] = []
+#: Models of which a call hung. They are kept, because collecting a model stops it, which may hang
+#: as well.
+ABANDONED_MODELS: list[Any] = []
 
-#: How many things that happened before a failure are told.
-TOLD = 8
+#: How many events before a failure are told.
+TOLD_EVENTS = 8
 
-#: Within this many calls of the engine somebody must be answered, however slow they are.
-CALLS = 1000
+#: Within this many calls of the engine some request must be answered, however slow they are.
+MAX_UNANSWERED_CALLS = 1000
 
 
 class Driver:
@@ -48,10 +49,10 @@ class Driver:
         self.until = math.inf
         #: What was pinned, cleared, bound, removed and dropped in this clause, the last at the end,
         #: each with how many times in a row.
-        self.story: deque[tuple[str, int]] = deque(maxlen=TOLD)
+        self.story: deque[tuple[str, int]] = deque(maxlen=TOLD_EVENTS)
         #: Whether something was under way then.
         self.was_late = False
-        # One loop for the main thread: to make one takes longer than a request.
+        # The main thread has one loop for all requests: making a loop takes longer than a request.
         self._loop = LoopThread()
 
     def note(self, what: str) -> None:
@@ -107,7 +108,7 @@ class Driver:
             task.cancel()
             await asyncio.wait([task], timeout=self.waits)
             if task.done() and not task.cancelled():
-                task.exception()  # or asyncio reports that nobody looked
+                task.exception()  # Else asyncio logs that the exception was never retrieved.
 
     async def all_done(self, futures: Sequence[asyncio.Future[Any]]) -> bool:
         """Wait for all of them; ``False`` if some hang: none ends for as long as there is
@@ -131,7 +132,7 @@ class Driver:
     def thread(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Make a call in a thread of its own, which may hang without holding up the suite."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        # A call cannot be taken back: who waits for it may give up, and its end is still recorded.
+        # A call cannot be taken back: its end is recorded also after its waiter has given up.
         future.set_running_or_notify_cancel()
 
         def target() -> None:
@@ -184,7 +185,7 @@ class Driver:
         def is_reached() -> bool:
             nonlocal last
             before, last = last, self.calls
-            return last == before or last - begun > CALLS
+            return last == before or last - begun > MAX_UNANSWERED_CALLS
 
         return is_reached
 
@@ -210,7 +211,7 @@ class Driver:
             f"(--patience) must be raised{standing()}"
         )
         self.hangs += 1
-        # Shrinking would hang again and again, and so may every clause that follows.
+        # Shrinking would hang again and again, and so may every clause after it.
         self.waits = self.patience / 20
         return violation
 
@@ -238,11 +239,11 @@ class LoopThread:
         self.loop.close()
 
 
-#: Methods whose calls are told where something is wrong after them.
-TELLING = frozenset(("add_new_lora", "cache_kv", "clear_kv_cache", "remove_lora"))
+#: Methods whose calls are told in a failure that comes after them.
+TOLD_METHODS = frozenset(("add_new_lora", "cache_kv", "clear_kv_cache", "remove_lora"))
 
 #: Methods of a model that block their caller.
-BLOCKING = frozenset(
+BLOCKING_METHODS = frozenset(
     (
         "add_new_lora",
         "batch_next_token_logprobs_sync",
@@ -269,13 +270,13 @@ class Awaited:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._lm, name)
-        if name not in BLOCKING:
+        if name not in BLOCKING_METHODS:
             return found
 
         @functools.wraps(found)
         def call(*arguments: Any, **options: Any) -> Any:
             given = [*map(_shown, arguments), *(f"{k}={_shown(v)}" for k, v in options.items())]
-            if name in TELLING:
+            if name in TOLD_METHODS:
                 self._driver.note(f"{name}({', '.join(given)})")
             here = threading.current_thread() is threading.main_thread()
             if not here or asyncio._get_running_loop() is not None:
@@ -284,7 +285,7 @@ class Awaited:
             try:
                 return self._driver.wait(made, f"{name}({', '.join(given)})")
             except Violation:
-                ABANDONED.append(self._lm)
+                ABANDONED_MODELS.append(self._lm)
                 raise
 
         return call
@@ -317,5 +318,5 @@ async def in_order(asked: Mapping[str, asyncio.Future[Outcome]]) -> list[str]:
     for name, future in asked.items():
         future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
     await asyncio.wait(asked.values())
-    await asyncio.sleep(0)  # callbacks are called in the pass after
+    await asyncio.sleep(0)  # Callbacks are called in the next pass of the loop.
     return order

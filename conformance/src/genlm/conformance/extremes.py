@@ -14,15 +14,15 @@ from genlm.conformance.sampling import SEEDS
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
-#: Temperatures that are as good as 0. The second is less than the least normal number of float32
-#: divided by a log-probability, and its square is 0 there.
-TINY = (1e-6, 1e-30)
+#: Temperatures that are as good as 0. The square of the second is 0 in float32, and logits divided
+#: by it overflow in float16.
+TINY_TEMPERATURES = (1e-6, 1e-30)
 
-#: Of so many draws of one token the token that is drawn is made a stop token.
-STOPPED = 300
+#: How many draws of one token are repeated with that token as a stop token.
+STOPPED_DRAWS = 300
 
 #: How many stop tokens a draw has at most.
-STOPS = 300
+MAX_STOP_TOKENS = 300
 
 
 class ExtremeClauses:
@@ -39,7 +39,7 @@ class ExtremeClauses:
 
         @for_all(live, examples=4, prompt=live.contexts.any())
         def tiny_temperature_is_greedy(prompt: TokenIds) -> None:
-            for temperature in TINY:
+            for temperature in TINY_TEMPERATURES:
                 drawn = live.sample(prompt, 3, temperature=temperature, seed=1)
                 live.expect.greedy(drawn, prompt, how=f"with temperature={temperature:g}")
 
@@ -97,10 +97,10 @@ class ExtremeClauses:
         live.needs_little_rounding()
         contexts, how = live.contexts, {**steady(live), "temperature": 1000.0}
         prompt = contexts.stem[:4]
-        numbers = range(live.scaled(STOPPED, STOPPED // 3))
+        numbers = range(live.scaled(STOPPED_DRAWS, STOPPED_DRAWS // 3))
         first = live.run_all(live.lm.sample(prompt, 1, [], seed=n, **how) for n in numbers)
         tokens = {n: ids[0] for n, ids in zip(numbers, first, strict=True) if ids}
-        many = contexts.plain[:: max(1, len(contexts.plain) // STOPS)]
+        many = contexts.plain[:: max(1, len(contexts.plain) // MAX_STOP_TOKENS)]
 
         def with_stops(others: Sequence[int], only: list[int]) -> list[int]:
             """Those that are not stopped, of draws whose first token is a stop token."""
@@ -111,7 +111,7 @@ class ExtremeClauses:
 
         for others, what in (((), "it"), (many, f"it and {len(many)} others")):
             wrong = with_stops(others, [*tokens])
-            # Rounding moves few draws, and not the same ones again.
+            # Rounding moves few draws, and other ones each time.
             if len(wrong) > 1 + len(tokens) // 50 or (wrong and with_stops(others, wrong)):
                 n = wrong[0]
                 check(

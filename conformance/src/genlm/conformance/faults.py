@@ -42,7 +42,7 @@ class FaultClauses:
                 for outcome, (context, name) in zip(outcomes, asked, strict=True):
                     if not isinstance(outcome, Exception):
                         live.expect.row(outcome, context, name, how="in a batch that failed inside")
-                # The same batch, the base model alone, and both.
+                # Then the same batch, the base model alone, and both are asked for again.
                 for again in (asked, plain, mixed, mixed[::-1]):
                     live.lm.clear_cache()
                     how = f"after the engine had failed inside {times}x"
@@ -57,7 +57,8 @@ class FaultClauses:
         lengths = sorted({min(n, most) for n in (5, 33, 130)})
         contexts = [live.contexts.long(n, 2) for n in lengths]
         adapter = next(iter(live.loras), None)
-        for context in contexts:  # computed before anything fails
+        # Cold rows are computed before anything fails.
+        for context in contexts:
             for end in range(len(tail)):
                 live.cold(context + tail[:end], adapter)
         failing = self._failing(live)
@@ -71,10 +72,11 @@ class FaultClauses:
             for what, ask in ways.items():
                 live.model.clear()
                 half = context[: len(context) // 2]
-                live.ask(half, adapter)  # what fails begins with state that is kept
+                live.ask(half, adapter)  # The request that fails begins with state that is kept.
                 with failing(1 << 20), contextlib.suppress(Exception):
                     ask(context)
-                for end in (2, 0, 1):  # the longest first: it would go on from a wrong state
+                # The longest context comes first: it would go on from a wrong state.
+                for end in (2, 0, 1):
                     how = f"after {what} of {len(context)} tokens had failed half-way"
                     live.check_row(context + tail[:end], adapter, how=how)
                 live.lm.clear_cache()

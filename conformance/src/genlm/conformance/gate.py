@@ -25,11 +25,11 @@ from genlm.core.types import Query, Request, query_of
 if TYPE_CHECKING:
     import torch
 
-#: How many times the patience the first of two who read adapters may wait for the other.
-MEETING = 10
+#: How long the first of two readers of adapters waits for the other, in units of the patience.
+MEETING_PATIENCES = 10
 
-#: The hooks that answer a batch.
-EVALUATION = ("genlm_next_token_logprobs", "genlm_sample", "genlm_sequence_logprobs")
+#: Hooks that answer a batch.
+EVALUATION_HOOKS = ("genlm_next_token_logprobs", "genlm_sample", "genlm_sequence_logprobs")
 
 
 @frozen
@@ -51,7 +51,8 @@ class EngineGate:
         self._driver = driver
         self._changed = threading.Condition()
         self._inside = False
-        self._traced: Any = None  # the trace function of before, while on_line waits for its line
+        # The trace function of before, while on_line waits for its line.
+        self._traced: Any = None
         #: What its results had against the contract, as the core tells it.
         self.violations: list[PluginError] = []
         #: What else the engine did against it, as far as it is seen here, in words.
@@ -69,7 +70,8 @@ class EngineGate:
         self.seen: list[Query] = []
         #: The calls that have ended since then.
         self.recent_calls: list[EngineCall] = []
-        self._in_steps: dict[Request, None] = {}  # what the engine has that makes steps
+        # The requests in flight of an engine with genlm_step.
+        self._in_steps: dict[Request, None] = {}
         #: Whether a clause has the engine fail.
         self.is_provoked = False
         #: What genlm_cache_prefix has returned since then.
@@ -81,7 +83,7 @@ class EngineGate:
         #: Called there once, at which line of the Python code of the next step.
         self.on_line: tuple[int, Callable[[], None]] | None = None
         with self._changed:
-            self._passes = math.inf  # how many calls may begin
+            self._passes = math.inf  # The number of calls that may still begin.
             self._changed.notify_all()
 
     @contextmanager
@@ -119,7 +121,7 @@ class EngineGate:
     def genlm_call_begins(self, hook: str, arguments: Mapping[str, Any]) -> None:
         if hook == "genlm_step":
             self._step_begins(arguments)
-        elif hook in EVALUATION:
+        elif hook in EVALUATION_HOOKS:
             self._enter(arguments["queries"])
 
     @hookimpl
@@ -132,7 +134,7 @@ class EngineGate:
             self.pinned.append(result)
         elif hook == "genlm_step":
             self._step_ended(result, error)
-        elif hook in EVALUATION:
+        elif hook in EVALUATION_HOOKS:
             self._batch_ended(hook, arguments["queries"], result, error)
 
     def _enter(self, queries: Sequence[Query]) -> None:
@@ -176,7 +178,7 @@ class EngineGate:
             self._traced = None
         if error is not None:
             self._note_error("genlm_step", len(self._in_steps), error)
-            self._in_steps.clear()  # the core asks again
+            self._in_steps.clear()  # The core asks for all of them again.
             return
         for answer in answers:
             self._in_steps.pop(answer.request, None)
@@ -196,7 +198,8 @@ class EngineGate:
     def _note_error(self, hook: str, count: int, error: BaseException) -> None:
         """Note an exception of a call for several requests: asked again one by one, as the core
         does, all of them may be right."""
-        from genlm.kit.memory import is_out_of_memory  # here, since it imports PyTorch
+        # Imported here, because it imports PyTorch.
+        from genlm.kit.memory import is_out_of_memory
 
         meant = self.is_provoked or is_out_of_memory(error.__cause__ or error)
         if count > 1 and isinstance(error, Exception) and not meant:
@@ -224,7 +227,7 @@ class EngineGate:
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:
             if frame.f_globals.get("__name__", "").startswith("pluggy"):
-                return None  # its call of the engine
+                return None  # Pluggy's own frames are no lines of the engine.
             if event == "line" and next(lines) == line:
                 sys.settrace(None)
                 self.on_line = None
@@ -238,7 +241,7 @@ class EngineGate:
         if (readers := self.readers) is None:
             return
         if error is not None:
-            readers.abort()  # nobody waits for who does not come
+            readers.abort()  # The others must not wait for a reader that failed.
             return
         with suppress(threading.BrokenBarrierError):
-            readers.wait(MEETING * self._driver.waits)
+            readers.wait(MEETING_PATIENCES * self._driver.waits)

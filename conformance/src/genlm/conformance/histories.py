@@ -72,7 +72,8 @@ class HistoryClauses:
             pytest.skip("the engine's own model is not a torch.nn.Module in this process")
         contexts = [live.contexts.long(n) for n in (6, 40) if n + 1 <= live.contexts.limit]
         old = [live.ask(context) for context in contexts]
-        for context in [*contexts, *contexts]:  # a second pin is given back, too
+        # Each context is pinned twice, because a second pin must be given back, too.
+        for context in [*contexts, *contexts]:
             live.lm.cache_kv(context[:-1])
         with _changed_weights(model):
             before = [live.lm.next_token_logprobs_uncached(context) for context in contexts]
@@ -179,9 +180,10 @@ class GrowthClauses:
         contexts = live.contexts
         longest = min(130, contexts.limit - 1)
         times = live.scaled(260, 44)
-        each = math.ceil(260 / times)  # 260 pins at least
+        each = math.ceil(260 / times)  # All turns together make at least 260 pins.
         for turn in range(times):
-            # In an order without a period: versions that an engine takes for one have other files.
+            # The order of the two files has no period, so two versions that an engine takes for
+            # one another, for instance modulo 16, have different files.
             name = names[turn.bit_count() % 2]
             live.model.bind(MOVING, name)
             try:

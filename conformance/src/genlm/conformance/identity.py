@@ -12,8 +12,8 @@ from genlm.conformance.driver import Outcome, started, submitted
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
-#: The sizes of the chunks that are exchanged: those of blocks of paged caches.
-CHUNKS = (8, 16, 32, 64)
+#: The lengths of the chunks that are exchanged: those of the blocks of paged caches.
+CHUNK_TOKENS = (8, 16, 32, 64)
 
 
 class IdentityClauses:
@@ -84,7 +84,7 @@ class IdentityClauses:
         everything before it, in order."""
         contexts = live.contexts
         room = min(live.longest, contexts.limit) - 1
-        sizes = [size for size in CHUNKS if 3 * size <= room]
+        sizes = [size for size in CHUNK_TOKENS if 3 * size <= room]
         if not sizes:
             pytest.skip(f"contexts have at most {room} tokens: no room for three chunks")
         for size in sizes:

@@ -11,22 +11,24 @@ from typing import Any
 import pytest
 
 from genlm.conformance.advice import advise
-from genlm.conformance.compare import ROUNDING, Violation, brief, check
+from genlm.conformance.compare import ROUNDING_ATOL, Violation, brief, check
 from genlm.conformance.contexts import EDGES
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
-#: A prompt of this many tokens is computed in chunks by most engines.
-CHUNK = 256
+#: Most engines compute a prompt of this many tokens in chunks.
+CHUNK_TOKENS = 256
 
-#: Longer contexts are not tried, nor those after one whose row took so many seconds.
-MOST_TOKENS, BEARABLE = 8192, 0.5
+#: The longest context that is tried, and the seconds of a row after which no longer one is tried.
+MAX_TOKENS, BEARABLE_SECONDS = 8192, 0.5
 
-#: Where shorter continuations begin and end, within blocks and across them.
-PIECES = ((1, 20), (14, 18), (14, 40), (30, 34), (32, 36), (64, 67), (33, 70), (60, 68), (126, 132))
+#: The first and last places of short continuations, within blocks and across them.
+SHORT_CONTINUATIONS = (
+    (1, 20), (14, 18), (14, 40), (30, 34), (32, 36), (64, 67), (33, 70), (60, 68), (126, 132),
+)  # fmt: skip
 
 #: The places of long continuations around which tokens are compared.
-PLACES = (16, 64, 100, 128, 256, 512)
+COMPARED_EDGES = (16, 64, 100, 128, 256, 512)
 
 
 class LengthClauses:
@@ -89,14 +91,14 @@ class LengthClauses:
     def test_rows_are_as_precise_at_every_length(self, live: Subject) -> None:
         """The cold rows of long contexts have as many different values as those of short ones: none
         is computed in a shorter type."""
-        if live.expect.atol > ROUNDING:
+        if live.expect.atol > ROUNDING_ATOL:
             pytest.skip(f"the rows are rounded (atol={live.expect.atol:g}); run it in float32")
         text = live.contexts.long(live.longest)
         lengths = live.contexts.lengths(live.longest)
         values = {length: len({*live.cold(text[:length]).tolist()}) for length in lengths}
         finest = max(values, key=values.__getitem__)
         coarse = min((n for n in lengths if n >= finest), key=values.__getitem__)
-        # A model that counts has few values, and more of them in longer contexts.
+        # A model that counts n-grams has few values, and more of them in longer contexts.
         counts = values[finest] < len(live.lm.byte_vocab) / 2
         check(
             counts or values[coarse] > 0.95 * values[finest],
@@ -113,7 +115,7 @@ class LengthClauses:
         together = [text[:length] for length in contexts.lengths(most)]
         other = next(token for token in contexts.tokens if token != text[0])
         together += [(other, *context[1:]) for context in together[1::3]]
-        live.ask(text)  # some begin with what is kept of it
+        live.ask(text)  # Some contexts begin with the state that is kept of it.
         live.lm.clear_cache()
         live.check_rows(together, how="in a batch of contexts of all lengths")
 
@@ -247,7 +249,7 @@ class LengthClauses:
         asked = [(*contexts.stem[:4], token_id) for token_id in tokens]
         asked += [(token_id, contexts.tokens[0]) for token_id in tokens]
         asked = [context for context in asked if len(context) <= contexts.limit]
-        # Unusual tokens amplify rounding in some models.
+        # In some models unusual tokens amplify rounding.
         atol, live.expect.atol = live.expect.atol, 10 * live.expect.atol
         try:
             for _ in range(2):
@@ -266,8 +268,8 @@ class LengthClauses:
         rows, extended and cold, for as long as a row takes half a second."""
         contexts, limit, length = live.contexts, live.contexts.limit, live.longest
         seconds = 0.0 if live.suite.longest is None else math.inf
-        most = min(limit, MOST_TOKENS if live.effort >= 1 else MOST_TOKENS // 2)
-        while length < most and seconds <= BEARABLE:
+        most = min(limit, MAX_TOKENS if live.effort >= 1 else MAX_TOKENS // 2)
+        while length < most and seconds <= BEARABLE_SECONDS:
             length = min(2 * (length - length % 2), most)
             text = contexts.long(length, 1)
             live.ask(text[:-2])
@@ -334,7 +336,7 @@ class LengthClauses:
         prompts = [contexts.long(min(n, contexts.limit - 3), n) for n in (2, 3, 17)]
         tails = [tuple(contexts.tokens[begin:end]) for begin, end in ((0, 2), (2, 5), (3, 5))]
         asked = [(prompt, tail, name) for prompt in prompts for tail in tails for name in names]
-        # The same tokens, of which more are scored, or none.
+        # The same tokens are asked for with more of them scored.
         asked += [(text[:1], (*text[1:], *tail), None) for text in prompts[1:] for tail in tails]
         texts = [*prompts, *((*prompt, *tail[:-1]) for prompt in prompts for tail in tails)]
         greedy: Any = {"max_tokens": 2, "eos_token_ids": [], "temperature": 0.0}
@@ -373,9 +375,10 @@ class LengthClauses:
         cases = [
             (text[:begin], text[begin:end])
             for begin, end in (
-                *PIECES,
-                *((edge - 4, edge + 8) for edge in EDGES if edge >= CHUNK),
-                *((edge, edge + 1) for edge in EDGES),  # one token, with a block for itself
+                *SHORT_CONTINUATIONS,
+                *((edge - 4, edge + 8) for edge in EDGES if edge >= CHUNK_TOKENS),
+                # One token has a block for itself.
+                *((edge, edge + 1) for edge in EDGES),
             )
             if end <= most
         ]
@@ -418,13 +421,14 @@ class ContinuationClauses:
             for longer in (text[:-1], text):
                 after = (*longer, contexts.tokens[1])
                 live.check_row(after, how="going on from what was scored")
-        # An engine may decline the longest draw, and make the one before it.
+        # An engine may return None for the longest draw only, so a shorter one comes before it.
         for n, stops in ((96, False), (live.scaled(200, 140), False), (21, True)):
             prompt = contexts.long(min(9, contexts.limit - 2), 2)
             most = min(n, live.longest, contexts.limit - len(prompt) - 1)
             drawn = live.sample(prompt, most, temperature=0.0)
             check(len(drawn) == most, f"{most} tokens were to be drawn, and {len(drawn)} were")
-            if stops:  # the last one, wherever it comes first
+            # The stop token is the last drawn one, which may come earlier, too.
+            if stops:
                 stop = drawn[-1]
                 expected = drawn[: drawn.index(stop)]
                 drawn = live.sample(prompt, most, [stop], temperature=0.0)
@@ -437,5 +441,5 @@ class ContinuationClauses:
 
 
 def _around(length: int) -> list[int]:
-    around = {edge + off for edge in PLACES for off in (-1, 0, 1)}
+    around = {edge + off for edge in COMPARED_EDGES for off in (-1, 0, 1)}
     return sorted(place for place in {0, 1, *around, length - 1} if 0 <= place < length)

@@ -21,17 +21,17 @@ from attrs import frozen
 from genlm.conformance.advice import advise
 from genlm.conformance.compare import Violation, brief, check
 from genlm.conformance.driver import Outcome, started
-from genlm.conformance.model import STARTS, imported
+from genlm.conformance.model import IMPORT_SECONDS, imported
 from genlm.conformance.scheduled import MOVING
 from genlm.conformance.subject import Subject
 from genlm.core.errors import ModelClosedError
 from genlm.core.lm import AsyncLM
 
 #: What importing a plugin module may not bring along, besides the engine's own distribution.
-HEAVY = frozenset({"jax", "mlx", "tensorflow", "torch", "transformers"})
+HEAVY_MODULES = frozenset({"jax", "mlx", "tensorflow", "torch", "transformers"})
 
 #: Prints the top-level modules that looking at a backend imports, beyond those of the core.
-LOOK = """
+LOOK_PROGRAM = """
 import json, sys
 from genlm.core.plugins import find_backend
 before = set(sys.modules)
@@ -40,15 +40,15 @@ print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - b
 """
 
 
-#: How many draws are made between two looks at memory.
-DRAWS = 24
+#: How many draws are made between two measurements of memory.
+DRAWS_A_TURN = 24
 
-#: What is not a leak: bytes of objects that are kept of some hundred requests, such as those that
-#: the suite itself keeps.
-GROWTH = 4 << 20
+#: The most bytes of Python objects that some hundred requests may leave and that are no leak: the
+#: suite itself keeps some.
+MAX_GROWTH_BYTES = 4 << 20
 
-#: The part of the patience within which what a closed model leaves has to be gone.
-SETTLES = 1 / 12
+#: The part of the patience within which a closed model must have let go of everything.
+SETTLING_PART = 1 / 12
 
 
 @frozen
@@ -61,7 +61,8 @@ class Alive:
 
     def check(self, before: Alive, tensors: float, left: str) -> None:
         """Raises: Violation: more is alive than ``before``; of tensors at least that many bytes."""
-        threads = self.threads - before.threads  # first: they may hold the rest
+        # Threads are compared first, because they may hold the rest.
+        threads = self.threads - before.threads
         check(not threads, f"threads that {left}: {', '.join(sorted(threads))}")
         grown = self.tensors - before.tensors
         check(grown < tensors, f"{grown} bytes of tensors {left}")
@@ -75,14 +76,14 @@ def alive() -> Alive:
 
     gc.collect()
     storages = {}
-    # There may be a million objects.
+    # There may be a million objects, so each is looked at once, by its exact type.
     kinds = {torch.Tensor, torch.nn.Parameter}
     for tensor in [each for each in gc.get_objects() if type(each) in kinds]:
         try:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # a tensor without memory
-            continue
+        except (RuntimeError, NotImplementedError):
+            continue  # The tensor has no memory.
     threads = frozenset(f"{thread.name} ({thread.ident})" for thread in threading.enumerate())
     files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     return Alive(sum(storages.values()), threads, files)
@@ -147,7 +148,7 @@ class LifecycleClauses:
 
             check_adapters(adapted, "under a name that another model has for another")
             models[0].close()
-            models[1].clear_cache()  # so that the engine is asked again
+            models[1].clear_cache()  # The engine itself must answer.
             check_adapters(adapted[1:], "after another model was closed")
             row = models[1].next_token_logprobs_sync(prompt)
             live.expect.row(row, prompt, how="after another model was closed")
@@ -168,21 +169,22 @@ class LifecycleClauses:
 
         def work_and_clear(turn: int) -> None:
             live.gather(contexts[turn * third : (turn + 1) * third])
-            live.samples([contexts[0]] * DRAWS, 3, seed=0)
+            live.samples([contexts[0]] * DRAWS_A_TURN, 3, seed=0)
             live.lm.cache_kv(contexts[turn])
             live.model.clear()
 
-        work_and_clear(0)  # what the first one leaves may be made once
-        with _traced_memory() as traced:  # in it everything takes several times as long
+        work_and_clear(0)  # The first turn may leave what is made once in a process.
+        # Inside the block everything takes several times as long.
+        with _traced_memory() as traced:
             work_and_clear(1)
             before, held = alive(), traced()
             work_and_clear(2)
             after, held_then = alive(), traced()
-        work = f"of {third} rows and {DRAWS} draws, after both clears"
+        work = f"of {third} rows and {DRAWS_A_TURN} draws, after both clears"
         after.check(before, third * row / 2, f"are left {work}")
         grown = held_then - held
         check(
-            grown < GROWTH,
+            grown < MAX_GROWTH_BYTES,
             f"{grown} bytes of Python objects and NumPy arrays are left {work}",
         )
 
@@ -206,7 +208,7 @@ class LifecycleClauses:
             live.model.clear()
 
         come()
-        go()  # what the first one leaves may be made once
+        go()  # The first adapter may leave what is made once in a process.
         come()
         bound = alive()
         go()
@@ -238,8 +240,9 @@ class LifecycleClauses:
             before = alive()
             use()
             most = len(contexts) * len(live.lm.byte_vocab) * 4 / 2
-            until = time.monotonic() + live.patience * SETTLES
-            while True:  # connections to processes that have ended go a while later
+            until = time.monotonic() + live.patience * SETTLING_PART
+            # Connections to processes that have ended go a while later.
+            while True:
                 left = alive()
                 try:
                     return left.check(before, most, "are left of a closed model")
@@ -248,7 +251,7 @@ class LifecycleClauses:
                         raise
                 time.sleep(0.2)
 
-        # A leak is left every time; what is made once in a process is not.
+        # A leak is left every time, other than what is made once in a process.
         for _ in range(2):
             with contextlib.suppress(Violation):
                 return check_what_is_left()
@@ -273,7 +276,7 @@ class LifecycleClauses:
             await live.gate.until_held()
             waiting = await started(*(lm.next_token_logprobs(stem[:n]) for n in (3, 4, 4)))
             closing = asyncio.wrap_future(live.thread(lm.close))
-            # These must end while the engine is still busy with the first request.
+            # These requests must end while the engine is still busy with the first one.
             ended = await live.soon(asyncio.gather(*waiting, return_exceptions=True))
             live.gate.release()
             rest = asyncio.gather(*taken, closing, return_exceptions=True)
@@ -309,8 +312,8 @@ class LifecycleClauses:
     def test_import_of_plugin_imports_no_engine(self, live: Subject) -> None:
         """Importing the plugin module and asking what the backend is imports no engine and no
         tensor library."""
-        look = [sys.executable, "-c", LOOK, live.suite.backend]
-        patience = max(live.patience, STARTS)
+        look = [sys.executable, "-c", LOOK_PROGRAM, live.suite.backend]
+        patience = max(live.patience, IMPORT_SECONDS)
         try:
             looked = subprocess.run(look, capture_output=True, text=True, timeout=patience)
         except subprocess.TimeoutExpired:
@@ -325,7 +328,7 @@ class LifecycleClauses:
         own = backend.entry_point.dist.name if backend.entry_point.dist else None
         modules = importlib.metadata.packages_distributions().items()
         forbidden = {module for module, names in modules if engine in names and engine != own}
-        found = sorted(brought & (forbidden | HEAVY))
+        found = sorted(brought & (forbidden | HEAVY_MODULES))
         check(
             not found,
             f"importing {backend.entry_point.value} and asking genlm_backend_info imports "

@@ -19,14 +19,14 @@ from genlm.core.lm import AsyncLM
 from genlm.core.plugins import Backend, find_backend
 from genlm.kit.kv import history
 
-#: How many times the patience a model may take to load.
-LOADING = 10
+#: How long a model may take to load, in units of the patience.
+LOADING_PATIENCES = 10
 
-#: The most seconds in which an interpreter starts and looks at a backend, on any machine.
-STARTS = 60.0
+#: The most seconds that an interpreter needs to start and look at a backend, on any machine.
+IMPORT_SECONDS = 60.0
 
-#: A model whose engine has died is loaded again so many times, one clause later.
-DEATHS = 3
+#: How many times a model whose engine has died is loaded again, for the clause after.
+MAX_RELOADS = 3
 
 
 class Model:
@@ -66,8 +66,9 @@ class Model:
             self.is_clean = True
             try:
                 self.reset()
-            except EngineDeadError:  # since an earlier clause, which may not have seen it
-                if self._deaths < DEATHS:
+            except EngineDeadError:
+                # It may have died in an earlier clause that did not see it.
+                if self._deaths < MAX_RELOADS:
                     self._deaths += 1
                     self.end()
                 raise
@@ -80,7 +81,8 @@ class Model:
                 "failure"
             )
         try:
-            with suppress(BackendNotFoundError):  # it is made in another way
+            # A suite that overrides load() may test a model without a registered backend.
+            with suppress(BackendNotFoundError):
                 imported(self.suite.backend, self._driver)
             seen: Any = {"wrappers": [self.gate], "check": self.gate.violations.append}
             lm = self.loaded(lambda: self.suite.load(**seen))
@@ -93,7 +95,9 @@ class Model:
     def loaded(self, load: Callable[[], AsyncLM]) -> AsyncLM:
         """What ``load`` returns, which may take ten times the patience. Its blocking calls end in a
         violation where they hang."""
-        lm = self._driver.wait(self._driver.thread(load), "loading the model", times=LOADING)
+        lm = self._driver.wait(
+            self._driver.thread(load), "loading the model", times=LOADING_PATIENCES
+        )
         return cast(AsyncLM, Awaited(lm, self._driver))
 
     def told(self) -> str:
@@ -144,7 +148,8 @@ class Model:
 
     def remove(self, name: str) -> None:
         """Remove an adapter."""
-        del self.bound[name]  # first: an engine that raises has lost the name all the same
+        # The entry goes first: if the engine raises, the core has forgotten the name all the same.
+        del self.bound[name]
         self.lm.remove_lora(name)
 
     def path_of(self, name: str | None) -> str | None:
@@ -156,14 +161,14 @@ class Model:
         again."""
         self.gate.reset()
         if self._lm is not None and not closed:
-            # What was found is told even if it cannot be closed, which has its own clause.
+            # A failure to close has a clause of its own, and must not hide what was found before.
             with suppress(Violation):
                 self._lm.close()
         self._lm = None
 
 
 def imported(backend: str, driver: Driver) -> Backend:
-    """A backend by its name, whose module may take :data:`STARTS` to import."""
+    """A backend by its name, whose module may take :data:`IMPORT_SECONDS` to import."""
     what = f"importing the plugin module of {backend!r}"
-    times = max(1.0, STARTS / driver.patience)
+    times = max(1.0, IMPORT_SECONDS / driver.patience)
     return driver.wait(driver.thread(lambda: find_backend(backend)), what, times)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 Several = Sequence[Sequence[int]]
 Adapters = Sequence[str | None] | None
 
-#: How many of the first cold rows are asked for again at the end.
-REMEMBERED = 40
+#: How many of the first cold rows are asked for again at the end of the run.
+REMEMBERED_ROWS = 40
 
 
 class Oracle:
@@ -54,7 +54,7 @@ class Oracle:
         if row is None:
             row = self._model.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
             self._kept.put([(key, row)], self._kept.generation)
-            if len(self.first_rows) < REMEMBERED and adapter is None:
+            if len(self.first_rows) < REMEMBERED_ROWS and adapter is None:
                 self.first_rows[tuple(token_ids)] = row.clone()
         return row
 
@@ -106,7 +106,8 @@ class Oracle:
     def score(self, score: float, expected: float, what: str) -> None:
         """Check that a score is an entry of a row."""
         near = abs(score - expected) <= TOP_FACTOR * self.atol * max(1.0, abs(expected))
-        check(  # two infinities are equal, and not near
+        # Two equal infinities have no difference, so equality is tested by itself.
+        check(
             score == expected or near,
             f"{what} has the wrong score: {score:.6g}, where the cold row of the tokens before it "
             f"has {expected:.6g}{self._before()}",

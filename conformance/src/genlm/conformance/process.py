@@ -15,11 +15,11 @@ from genlm.conformance.driver import Outcome, started
 from genlm.conformance.settings import set_generators
 from genlm.conformance.subject import Subject
 
-#: Processes that Python itself starts, for all of a program.
-PYTHONS_OWN = ("resource_tracker", "forkserver")
+#: Processes that Python itself starts for the whole program.
+PYTHON_PROCESSES = ("resource_tracker", "forkserver")
 
 #: Tokens of the draw that is under way when processes are killed.
-DRAWN = 30
+DRAWN_TOKENS = 30
 
 
 class ProcessClauses:
@@ -103,7 +103,7 @@ class ProcessClauses:
             async def ask(some: range, kill: bool) -> list[Outcome]:
                 asked = await started(
                     *(lm.next_token_logprobs(contexts[i]) for i in some),
-                    lm.sample(contexts[0], DRAWN, [], seed=some[0]),
+                    lm.sample(contexts[0], DRAWN_TOKENS, [], seed=some[0]),
                 )
                 for one in own if kill else ():
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -123,6 +123,6 @@ def _children() -> list[psutil.Process]:
     found = []
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if not any(name in " ".join(one.cmdline()) for name in PYTHONS_OWN):
+            if not any(name in " ".join(one.cmdline()) for name in PYTHON_PROCESSES):
                 found.append(one)
     return found

@@ -41,22 +41,23 @@ from genlm.core.types import (
 if TYPE_CHECKING:
     import torch
 
-#: The most tokens of all new requests of a step, unless there is one only.
-MOST_NEW = 6000
+#: The most tokens of all new requests of a step, unless there is only one request.
+MAX_NEW_TOKENS = 6000
 
 #: How many contexts go on in a step.
-SIZES = (1, 2, 5, 5, 12, 40)
+STEP_SIZES = (1, 2, 5, 5, 12, 40)
 
-#: In so many steps whatever is in flight must be answered.
-STEPS = 20_000
+#: Within this many steps every request in flight must be answered.
+MAX_STEPS = 20_000
 
-#: The most tokens that are scored, how many to score or draw, and the most that are compared.
-LONGEST_SCORE = 70
-SCORED = (1, 2, 5, LONGEST_SCORE)
-DRAWN = (1, 2, 5, 5, 20, 100)
-PLACES = 8
+#: The most tokens that are scored, the numbers of tokens to score and to draw, and the most places
+#: that are compared.
+MAX_SCORED_TOKENS = 70
+SCORED_TOKENS = (1, 2, 5, MAX_SCORED_TOKENS)
+DRAWN_TOKENS = (1, 2, 5, 5, 20, 100)
+COMPARED_PLACES = 8
 
-#: Of adapters; those of an engine are never used again, nor by another program.
+#: The versions of adapters. No version is used twice, also not by another program.
 VERSIONS = itertools.count(1)
 
 
@@ -184,13 +185,13 @@ class Program:
     def drained(self) -> None:
         """Steps until nothing is in flight, and a look at all answers: the hooks that follow are
         called only then."""
-        for _ in range(STEPS):
+        for _ in range(MAX_STEPS):
             if not self.in_flight:
                 break
             self.advance()
         check(not self.in_flight, f"{len(self.in_flight)} requests are never answered")
         answered, self._answered = self._answered, []
-        # The longest first: a subclass may know of all beginnings what it knows of a context.
+        # The longest comes first: a subclass may learn the rows of all its prefixes on the way.
         for one in sorted(answered, key=lambda one: -query_of(one.request).length):
             if self.source.random() < self.share:
                 self._compare(one.request, one.result)
@@ -199,8 +200,8 @@ class Program:
         """Scores beside what is in flight, where the engine takes them in its steps."""
         some = [
             ScoreRequest(
-                Query(one.context.first(max(self.longest - LONGEST_SCORE, 1)), one.adapter),
-                self.fresh(min(self.source.choice(SCORED), self.longest)),
+                Query(one.context.first(max(self.longest - MAX_SCORED_TOKENS, 1)), one.adapter),
+                self.fresh(min(self.source.choice(SCORED_TOKENS), self.longest)),
             )
             for one in self._few()
         ]
@@ -211,7 +212,7 @@ class Program:
             return
         self.drained()
         queries, tails = [one.query for one in some], [one.continuation for one in some]
-        given = {"continuations": tails, "width": self.engine.vocab_size}  # as rows have it
+        given = {"continuations": tails, "width": self.engine.vocab_size}  # Rows are as wide.
         scores = call(self.engine, "genlm_sequence_logprobs", queries=queries, **given)
         for request, score in zip(some, scores or [None] * len(some), strict=True):
             self._compare(request, score)
@@ -280,14 +281,15 @@ class Program:
                 del self.in_flight[answer.request]
                 self._answered.append(answer)
                 self._go_on(answer)
-            else:  # one that is dropped may be answered in the same step
+            else:
+                # A request that is dropped may be answered in the same step.
                 what = f"{query_of(answer.request)} is answered, and is not in flight"
                 check(answer.request in dropped, what)
 
     def alone(self, request: Request) -> Any:
         """What the engine answers to a request alone."""
         answers = self._step([request], ())
-        for _ in range(STEPS):
+        for _ in range(MAX_STEPS):
             if answers:
                 return answers[0].result
             answers = self._step((), ())
@@ -296,20 +298,22 @@ class Program:
     def some(self) -> list[Query]:
         """Contexts that go on, fork, are cut, share a prompt, are the places of a draft, are asked
         with another adapter, or are new."""
-        source, room = self.source, MOST_NEW
+        source, room = self.source, MAX_NEW_TOKENS
         asked: dict[Query, None] = {}
-        for known in source.choices(self._known[-60:], k=min(source.choice(SIZES), self.most)):
+        for known in source.choices(self._known[-60:], k=min(source.choice(STEP_SIZES), self.most)):
             one = self._grown(known)
             room -= one.length
             if room > 0 or not asked:
                 asked[one] = None
-        if source.random() < 0.15:  # beginnings of one, some of them a whole number of chunks
+        # Some steps ask for prefixes of one prompt, some of them a whole number of chunks.
+        if source.random() < 0.15:
             whole = source.choice([*asked])
             for count in range(1, 5):
                 stop = count * self.chunk + source.choice([0, 0, 1, -1])
                 if 0 < stop <= whole.length:
                     asked[Query(whole.context.first(stop), whole.adapter)] = None
-        if source.random() < 0.15:  # the last places of one
+        # Others ask for the last places of one prompt.
+        if source.random() < 0.15:
             whole = source.choice([*asked])
             for stop in range(max(whole.length - source.choice([1, 4, 20]), 1), whole.length):
                 asked[Query(whole.context.first(stop), whole.adapter)] = None
@@ -349,7 +353,7 @@ class Program:
         return self.source.choice([None, *self.bound.values()])
 
     def _params(self, most: int) -> SamplingParams:
-        count = min(self.source.choice(DRAWN), most)
+        count = min(self.source.choice(DRAWN_TOKENS), most)
         if self.seeds and self.source.random() < 0.5:
             return SamplingParams(count, seed=self.source.randrange(1000))
         return SamplingParams(count, temperature=0.0)
@@ -421,4 +425,4 @@ class Program:
             check(behind <= self.atol, f"{what}: token {at} is {behind:.3g} behind the best")
 
     def _places(self, length: int) -> list[int]:
-        return self.source.sample(range(length), min(length, PLACES))
+        return self.source.sample(range(length), min(length, COMPARED_PLACES))

@@ -47,7 +47,7 @@ def for_all(
         def example(**drawn: Any) -> None:
             nonlocal shrink_until
             if time.monotonic() > shrink_until and drawn not in failed:
-                return  # simple enough
+                return  # The time for shrinking is over, and the example is simple enough.
             live.model.reset()
             try:
                 holds(**drawn)

@@ -18,11 +18,11 @@ from genlm.conformance.compare import Violation, origin
 from genlm.conformance.model import imported
 from genlm.conformance.properties import violation_in
 from genlm.conformance.subject import Subject
-from genlm.conformance.suite import INVOLVED, OneModel, clause_names
+from genlm.conformance.suite import INVOLVED_CLAUSES, OneModel, clause_names
 from genlm.core.errors import GenlmError
 
-#: Of more clauses that were skipped for one reason so many are named.
-NAMED = 6
+#: How many of the clauses that were skipped for one reason are named.
+NAMED_CLAUSES = 6
 
 Status = Literal["passed", "skipped", "failed"]
 
@@ -85,7 +85,7 @@ class Report:
     def first(self) -> Verdict | None:
         """Of the clauses that failed, the one to read first: one that says what is wrong, and not
         one in which everything meets. The others may have failed of the same fault."""
-        involved = {name.removeprefix("test_"): at for at, name in enumerate(INVOLVED)}
+        involved = {name.removeprefix("test_"): at for at, name in enumerate(INVOLVED_CLAUSES)}
         return min(
             self.failed,
             key=lambda one: (not one.violation, involved.get(one.clause, -1)),
@@ -126,8 +126,8 @@ class Report:
         if reasons:
             lines.append("Skipped:")
         for reason, clauses in reasons.items():
-            more = len(clauses) - NAMED
-            named = [*clauses[:NAMED], f"{more} more"] if more > 1 else clauses
+            more = len(clauses) - NAMED_CLAUSES
+            named = [*clauses[:NAMED_CLAUSES], f"{more} more"] if more > 1 else clauses
             lines.append(f"  {', '.join(named)}: {reason}")
         return "\n".join(lines)
 

@@ -17,8 +17,8 @@ from genlm.core.types import TokenIds
 if TYPE_CHECKING:
     import torch
 
-#: How far the logarithm of a row's total mass may be from 0.
-NORMALISATION = 1e-4
+#: How far the logarithm of a row's total mass may be from 0, nats.
+MAX_LOG_MASS = 1e-4
 
 #: Printable ASCII, and every character of two bytes in UTF-8.
 ASCII = "".join(map(chr, range(0x20, 0x7F)))
@@ -44,9 +44,9 @@ class RowClauses:
             except (AttributeError, TypeError, ValueError) as error:
                 pytest.skip(f"the tokenizer does not encode text: {error}")
             if getattr(tokenizer, "unk_token_id", None) in ids:
-                continue  # a character that the vocabulary does not have
+                continue  # The vocabulary lacks one of these characters.
             found = b"".join(vocab[i].byte_string for i in ids if i not in special)
-            # Some put a space before the first word.
+            # Some tokenizers put a space before the first word.
             check(
                 found.removeprefix(b" ") == text.encode().removeprefix(b" "),
                 f"the tokens of {text[:20]!r}... have the bytes {found[:40]!r}...",
@@ -70,7 +70,7 @@ class RowClauses:
             for way, row in rows.items():
                 check(not bool(row.isnan().any()), f"{way}: the row has nan")
                 mass = float(row.detach().double().logsumexp(dim=0))
-                check(abs(mass) <= NORMALISATION, f"{way}: logsumexp(row) is {mass:.6g}")
+                check(abs(mass) <= MAX_LOG_MASS, f"{way}: logsumexp(row) is {mass:.6g}")
 
     @advise(
         "cold queries read state that other requests left",

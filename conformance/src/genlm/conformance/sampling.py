@@ -26,8 +26,8 @@ from genlm.core.types import TokenIds
 if TYPE_CHECKING:
     import torch
 
-#: Draws for a comparison of frequencies, at effort 1.
-DRAWS = 1000
+#: How many draws are made to compare frequencies, at effort 1.
+FREQUENCY_DRAWS = 1000
 
 SEEDS = st.integers(0, 1 << 32)
 
@@ -173,7 +173,8 @@ class SamplingClauses:
             pytest.skip(f"of {size} tokens one comes up too seldom")
         prompts = [live.contexts.stem[:4]] * count
         for stop in (0, size - 1):
-            for _ in range(3):  # one time in 150 none stops by chance
+            # By chance no draw stops, one time in 150.
+            for _ in range(3):
                 drawn = live.run(live.lm.batch_sample(prompts, length, [stop], temperature=1000.0))
                 check(
                     not any(stop in ids for ids in drawn),
@@ -231,7 +232,7 @@ class SamplingClauses:
         """The frequencies of drawn tokens are those of the cold row, at temperature 1 and others (a
         chi-squared test)."""
         prompt = live.contexts.stem[:6]
-        count = max(200, round(DRAWS * live.effort))
+        count = max(200, round(FREQUENCY_DRAWS * live.effort))
         for temperature in (1.0, 0.5, 2.0):
             drawn = live.samples([prompt] * count, 1, temperature=temperature, seed=2026)
             mass = (live.cold(prompt).double() / temperature).softmax(dim=0)
@@ -249,7 +250,7 @@ class SamplingClauses:
         prompt = live.contexts.stem[:6]
         row = live.cold(prompt)
         count = live.scaled(400, 150)
-        # The cut that a wrong order would make is another one where the row is not very peaked.
+        # On rows that are not very peaked, filters in a wrong order leave other tokens.
         for temperature, top_k, top_p in (
             (0.6, None, 0.7),
             (2.0, 12, 0.5),
@@ -265,7 +266,7 @@ class SamplingClauses:
             for ids in drawn:
                 is_left = len(ids) == 1 and (bool(mass[ids[0]] > 0) or ids[0] in unsure)
                 check(is_left, f"{what}: {ids} is not among the tokens that are left")
-            # Rounding decides whether the unsure ones are left: compare the others.
+            # Rounding decides whether the unsure tokens are left, so only the others are compared.
             sure = mass.clone()
             sure[list(unsure)] = 0.0
             if unsure and not bool(sure.any()):

@@ -22,8 +22,8 @@ from genlm.conformance.declaration import Declaration
 from genlm.conformance.driver import Outcome, submitted
 from genlm.conformance.properties import for_all
 from genlm.conformance.scheduled import (
-    DIFFERENT,
     MOVING,
+    REQUESTS_OF_KIND,
     ScheduledRequest,
     ScheduledRow,
     growing_tokens,
@@ -33,16 +33,16 @@ from genlm.conformance.subject import Subject
 from genlm.core.errors import UnknownAdapterError
 
 #: How many events a schedule has at most.
-EVENTS = 10
+MAX_EVENTS = 10
 
-#: Of a longer story as many lines are told from its beginning, and from its end.
-LINES = 10
+#: How many lines of a long story are told from its beginning, and as many from its end.
+STORY_LINES = 10
 
-#: How many requests come at once: alone, few, beyond 8, beyond 64.
-BURSTS = (1, 2, 4, 9, 17, 66, 80)
+#: How many requests come at once: one, a few, more than 8, more than 64.
+BURST_SIZES = (1, 2, 4, 9, 17, 66, 80)
 
-#: After how many calls of the engine callers leave, in turn.
-CALLS = (1, 2, 1, 3, 1, 5)
+#: After how many calls of the engine callers leave, in the turns of the clause.
+CALLS_UNTIL_LEAVING = (1, 2, 1, 3, 1, 5)
 
 
 @frozen
@@ -88,7 +88,7 @@ CROWDS: tuple[Sequence[Event], ...] = (
         Leaving(2, 0),
         Leaving(0, 1),
     ],
-    # The first three begin others that wait.
+    # The contexts of the first three are prefixes of others that wait.
     [Arrival(0, "long rows", 18, 15), Leaving(1, 0), Leaving(0, 1), Leaving(0, 2)],
     [
         Arrival(0, "rows", 66, 0),
@@ -127,7 +127,8 @@ class ScheduleClauses:
         for turn in range(live.scaled(24, 3)):
             check_schedule(live, _leaving(turn))
         check_schedule(live, _leaving_alone("long rows", live.scaled(71, 13)))
-        if live.effort >= 1:  # minutes on a slow engine
+        # On a slow engine this takes minutes.
+        if live.effort >= 1:
             check_schedule(live, _leaving_alone("scores", 71))
 
     @advise(
@@ -151,21 +152,22 @@ def schedules(adapters: bool, most: int) -> SearchStrategy[list[Event]]:
     places for events are filled, where the lists of Hypothesis are short on average; shrinking
     empties them."""
     after = st.sampled_from((0, 1, 1, 2, 3, 5, 8))
-    bursts = st.sampled_from([count for count in BURSTS if count <= most])
+    bursts = st.sampled_from([count for count in BURST_SIZES if count <= most])
     events: list[SearchStrategy[Any]] = [
         st.builds(Arrival, after, st.just(kind), bursts, st.integers(0, different - 1))
-        for kind, different in DIFFERENT.items()
+        for kind, different in REQUESTS_OF_KIND.items()
     ]
     all_leave = st.sampled_from((False, False, False, True))
     events.append(st.builds(Leaving, after, st.integers(0, 99), all_leave))
     if adapters:
         events.append(st.builds(Rebinding, after, st.integers(0, 1), st.booleans()))
-    places = st.tuples(*[st.one_of(st.none(), st.one_of(*events))] * EVENTS)
+    places = st.tuples(*[st.one_of(st.none(), st.one_of(*events))] * MAX_EVENTS)
     return places.map(lambda found: [each for each in found if each is not None])
 
 
 def _leaving(turn: int) -> list[Event]:
-    long_score = turn % 3 == 0  # in some engines nothing else is in flight beside one
+    # In some engines no other request is in flight beside a score, so not every turn has one.
+    long_score = turn % 3 == 0
     some = range(4) if turn % 2 else [turn % 4]
     return [
         Arrival(0, "draws", 4, 9 * turn),  # of 5, 2, 3 and 4 tokens
@@ -173,7 +175,7 @@ def _leaving(turn: int) -> list[Event]:
         *([Arrival(0, "scores", 1, 3 + 4 * turn)] if long_score else []),
         Arrival(1, "long rows", 14, turn),
         Arrival(0, "long rows", 2, turn + 14),
-        Leaving(CALLS[turn % len(CALLS)], 4, all=True),
+        Leaving(CALLS_UNTIL_LEAVING[turn % len(CALLS_UNTIL_LEAVING)], 4, all=True),
         Leaving(0, 12 + long_score, all=True),
         *([Leaving(0, 12)] if long_score else []),
         *(Leaving(0, which) for which in some),
@@ -186,7 +188,7 @@ def _leaving(turn: int) -> list[Event]:
 
 def _leaving_at_the_end() -> list[Event]:
     """Of five equal draws one stays, and the others leave some calls before they would end."""
-    kinds, early = DIFFERENT["growing draws"], (0, 1, 2, 3)
+    kinds, early = REQUESTS_OF_KIND["growing draws"], (0, 1, 2, 3)
     ends = [growing_tokens(kind) for kind in range(kinds)]
     leaving = [(ends[i] - n, kinds * n + i) for i in range(kinds) for n in early]
     events: list[Event] = [Arrival(0, "growing draws", kinds * (len(early) + 1), 0)]
@@ -202,7 +204,7 @@ def _leaving_alone(kind: str, times: int) -> list[Event]:
     events: list[Event] = []
     for turn in range(times):
         events += [Arrival(0, kind, 1, turn), Leaving(1, turn)]
-    # The first of them comes as the last one leaves.
+    # The first of these requests comes as the last caller leaves.
     events.append(Arrival(0, "long rows", 1, times))
     return [*events, Arrival(1, "rows", 3, 0), Arrival(0, "long rows", 2, 0)]
 
@@ -269,7 +271,7 @@ class Asked:
         if self.task.cancelled():
             return None if self.left else Violation("it was cancelled; its caller had not gone")
         outcome = self.task.exception() or self.task.result()
-        # Where the core makes a draw of several rows, it is refused if its adapter goes.
+        # The core rejects a draw that it makes from several rows if its adapter goes.
         if self.disturbed and isinstance(outcome, UnknownAdapterError):
             return None if not isinstance(self.request, ScheduledRow) else Violation(str(outcome))
         try:
@@ -341,7 +343,7 @@ class Performance:
                 waiting.append(self._change)
             if waiting:
                 if not await self.live.all_done(waiting):
-                    return  # some are never answered
+                    return  # Some requests are never answered.
             elif self._events:
                 self._clock = max(self._clock, self._events[0][0])
             else:
@@ -360,7 +362,7 @@ class Performance:
             while self._change is None and self._events and self._events[0][0] <= self._clock:
                 _, event = self._events.pop(0)
                 if isinstance(event, Rebinding):
-                    await submitted()  # what is asked before it is on its way
+                    await submitted()  # Requests that were made before it must be on their way.
                 what = {Arrival: self._arrive, Leaving: self._leave, Rebinding: self._rebind}
                 line = what[type(event)](event)  # type: ignore[operator]
                 self._lines.append(f"call {self._clock}: {line}")
@@ -419,8 +421,8 @@ class Performance:
             violation = one.wrong(self.live)
             if violation is None:
                 continue
-            story = "\n  ".join([*self._lines[:LINES], "...", *self._lines[-LINES:]])
-            if len(self._lines) <= 2 * LINES:
+            story = "\n  ".join([*self._lines[:STORY_LINES], "...", *self._lines[-STORY_LINES:]])
+            if len(self._lines) <= 2 * STORY_LINES:
                 story = "\n  ".join(self._lines)
                 story += f"\n{program(self.live, self._schedule)}"
             bound = f" (bound to {one.owner!r} then)" if one.request.adapter != one.owner else ""

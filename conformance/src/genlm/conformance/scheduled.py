@@ -9,19 +9,19 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from genlm.conformance.agreement import MovedDraw, may_follow, steady
-from genlm.conformance.compare import ROUNDING, Violation, answered, brief, check, with_adapter
+from genlm.conformance.compare import ROUNDING_ATOL, Violation, answered, brief, check, with_adapter
 from genlm.conformance.driver import Outcome
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
-#: The name of an adapter that is bound anew in the course of a schedule.
+#: The name of an adapter that is rebound in the course of a schedule.
 MOVING = "moving"
 
-#: Lengths of prompts, tokens of draws and scores, and options of draws. The numbers of them have no
-#: common divisor, so that all combinations come up.
-PROMPTS = (3, 40, 15, 130, 31, 300, 8)
-TOKENS = (5, 2, 3, 4, 12, 1, 20, 17, 8)
-OPTIONS: tuple[Mapping[str, Any], ...] = (
+#: The lengths of prompts, those of draws and scores, and the options of draws. The lengths of these
+#: three tuples have no common divisor, so all combinations come up.
+PROMPT_TOKENS = (3, 40, 15, 130, 31, 300, 8)
+CONTINUATION_TOKENS = (5, 2, 3, 4, 12, 1, 20, 17, 8)
+DRAW_OPTIONS: tuple[Mapping[str, Any], ...] = (
     {},
     {"temperature": 0.6},
     {"top_k": 5},
@@ -29,14 +29,14 @@ OPTIONS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.0},
 )
 
-#: The most tokens of long rows at a low effort: a crowd of them is more than a chunk of a prompt.
-SHORTER = 513
+#: The most tokens of long rows at a low effort. A crowd of them is still more than a chunk.
+QUICK_ROW_TOKENS = 513
 
-#: How many different ones there are of each kind.
-DIFFERENT = {"rows": 120, "long rows": 18, "draws": 27, "growing draws": 5, "scores": 12}
+#: How many different requests of each kind there are.
+REQUESTS_OF_KIND = {"rows": 120, "long rows": 18, "draws": 27, "growing draws": 5, "scores": 12}
 
-#: And at a low effort.
-FEWEST = {**DIFFERENT, "draws": 14}
+#: How many different requests there are at a low effort.
+QUICK_REQUESTS_OF_KIND = {**REQUESTS_OF_KIND, "draws": 14}
 
 
 @frozen
@@ -138,13 +138,14 @@ class ScheduledDraw:
         pairs = zip(drawn, self.expected, strict=False)
         shorter = min(len(drawn), len(self.expected))
         place = next((i for i, (one, other) in enumerate(pairs) if one != other), shorter)
-        # Where the draw parted from the one alone it drew this, or a stop token, which is left out.
+        # Where the draw differs from the one alone, it drew this token, or a stop token, which is
+        # not part of the answer.
         parted = (drawn[place],) if place < len(drawn) else self.stops
         right_length = len(drawn) <= self.most and (place < shorter or self.stops)
         before = self.prompt + drawn[:place]
         if not right_length or not may_follow(live, before, parted, self.options, owner):
             raise Violation(message)
-        # Of two tokens that are as likely either may be drawn, and then others follow.
+        # At temperature 0 either of two equally likely tokens may be drawn, and others follow.
         if self.options.get("temperature") != 0.0:
             raise MovedDraw(message)
 
@@ -157,12 +158,12 @@ def requests_of(live: Subject, kind: str, salt: int = 0) -> list[ScheduledReques
 
     Args:
         live: The model.
-        kind: One of :data:`DIFFERENT`.
+        kind: One of :data:`REQUESTS_OF_KIND`.
         salt: Chooses the seeds of draws.
     """
     names = live.loras
     adapters = [None, *names[:2], *([MOVING] if len(names) > 1 else [])]
-    numbers = range(live.scaled(DIFFERENT[kind], FEWEST[kind]))
+    numbers = range(live.scaled(REQUESTS_OF_KIND[kind], QUICK_REQUESTS_OF_KIND[kind]))
     made = [_make(live, kind, i, adapters[i % len(adapters)], 1000 * salt) for i in numbers]
     return list(dict.fromkeys(made))
 
@@ -176,34 +177,34 @@ def _make(live: Subject, kind: str, i: int, adapter: str | None, salt: int) -> S
     """The request of a kind with number ``i``."""
     contexts, limit, longest = live.contexts, live.contexts.limit, live.longest
     if kind == "rows":
-        many = contexts.many(DIFFERENT["rows"])
+        many = contexts.many(REQUESTS_OF_KIND["rows"])
         return ScheduledRow(many[i % len(many)], adapter if i % 3 == 0 else None)
     if kind == "long rows":
-        most = longest if live.effort >= 1 else min(longest, SHORTER)
+        most = longest if live.effort >= 1 else min(longest, QUICK_ROW_TOKENS)
         length = max(1, most - (0, 1, most // 3, most // 2)[i // 3 % 4])
-        return ScheduledRow(
-            contexts.long(length, i % 15), adapter
-        )  # the last ones begin the first ones
+        # Variants repeat after 15, so the last contexts are prefixes of the first ones.
+        return ScheduledRow(contexts.long(length, i % 15), adapter)
     if kind == "growing draws":
         most = min(growing_tokens(i), limit - 8)
         options = _seeded(live, {"temperature": 1.5}, salt + 100 + i)
         return ScheduledDraw(contexts.long(3 + i % 5, i), most, options, adapter)
-    prompt, most = PROMPTS[i % len(PROMPTS)], TOKENS[i % len(TOKENS)]
-    room = min(limit, max(longest, 64))  # what the model takes, and bears
+    prompt = PROMPT_TOKENS[i % len(PROMPT_TOKENS)]
+    most = CONTINUATION_TOKENS[i % len(CONTINUATION_TOKENS)]
+    room = min(limit, max(longest, 64))  # The most tokens that the model takes and can bear.
     if kind == "scores":
         text = contexts.long(min(prompt + (most + 1, 300)[i % 4 == 3], room), i)
         prompt = min(prompt, len(text) // 2)
         return ScheduledScore(text[:prompt], text[prompt:], adapter)
     prompt = min(prompt, room - most)
-    options = _seeded(live, OPTIONS[i % len(OPTIONS)], salt + i)
+    options = _seeded(live, DRAW_OPTIONS[i % len(DRAW_OPTIONS)], salt + i)
     return ScheduledDraw(
         contexts.long(prompt, i), most, options, adapter, (None, 2, None, 1, 9)[i % 5]
     )
 
 
 def _seeded(live: Subject, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    # Rounding may change a draw, or the engine fixes none by a seed.
-    if live.expect.atol > ROUNDING or "seeds" in live.suite.excused:
+    # Only greedy draws repeat if rounding may change a draw, or if the engine has no seeds.
+    if live.expect.atol > ROUNDING_ATOL or "seeds" in live.suite.excused:
         return {"temperature": 0.0}
     if options.get("temperature") == 0.0:
         return dict(options)

@@ -17,7 +17,7 @@ from attrs import fields, frozen
 T = TypeVar("T")
 
 #: Variables of the environment that pytest itself changes.
-PYTESTS_OWN = "PYTEST_"
+PYTEST_PREFIX = "PYTEST_"
 
 
 @frozen
@@ -42,14 +42,15 @@ class Settings:
             default_dtype=str(torch.get_default_dtype()),
             default_device=str(torch.get_default_device()),
             torch_threads=torch.get_num_threads(),
-            # PyTorch keeps the number for each thread; a new one has what was set last in any.
+            # PyTorch keeps this number for each thread. A new thread has the number that was set
+            # last in any thread.
             torch_threads_of_a_new_thread=in_a_new_thread(torch.get_num_threads),
             deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
             signal_handlers={
                 signal.Signals(one).name: repr(signal.getsignal(one))
                 for one in (signal.SIGINT, signal.SIGTERM, signal.SIGABRT)
             },
-            environment={k: v for k, v in os.environ.items() if not k.startswith(PYTESTS_OWN)},
+            environment={k: v for k, v in os.environ.items() if not k.startswith(PYTEST_PREFIX)},
             working_directory=os.getcwd(),
             recursion_limit=sys.getrecursionlimit(),
         )

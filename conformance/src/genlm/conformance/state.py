@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from genlm.conformance.advice import advise
 from genlm.conformance.compare import check
-from genlm.conformance.contexts import BATCHES
+from genlm.conformance.contexts import BATCH_SIZES
 from genlm.conformance.properties import for_all
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
@@ -38,10 +38,10 @@ class StateClauses:
     def test_large_batch(self, live: Subject) -> None:
         """Batches of many sizes up to 300, of contexts of unequal lengths, and of none at all: each
         row is its context's."""
-        most = live.scaled(max(BATCHES), 70)
+        most = live.scaled(max(BATCH_SIZES), 70)
         contexts = live.contexts.many(most)
         source = live.random("batches")
-        for size in (size for size in BATCHES if size <= most):
+        for size in (size for size in BATCH_SIZES if size <= most):
             live.lm.clear_cache()
             batch = source.sample(contexts, min(size, len(contexts)))
             live.check_rows(batch, how=f"in a batch of {size}")
@@ -144,7 +144,7 @@ class StateClauses:
         )
         def pinned_prefix(prefix: TokenIds, tails: list[TokenIds]) -> None:
             for tail in [*tails, ()]:
-                live.lm.cache_kv(prefix)  # again, as the core does after a failed call
+                live.lm.cache_kv(prefix)  # The core pins a prefix again after a failed call.
                 live.check_row(prefix + tail, how=f"with the prefix {list(prefix)} pinned")
 
     @advise(

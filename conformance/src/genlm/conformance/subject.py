@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import pytest
 
 from genlm.conformance.advice import check_excuses
-from genlm.conformance.compare import ROUNDING, brief, with_adapter
+from genlm.conformance.compare import ROUNDING_ATOL, brief, with_adapter
 from genlm.conformance.contexts import EDGES, Contexts
 from genlm.conformance.declaration import Declaration
 from genlm.conformance.driver import Driver, Outcome
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: After so much that hung, no further clause is tried.
-HANGS = 3
+#: After this many calls that hung, no further clause is tried.
+MAX_HANGS = 3
 
-#: How long a failing example is made simpler, seconds.
-SHRINKING = 20.0
+#: For how long a failing example is simplified, seconds.
+SHRINKING_SECONDS = 20.0
 
 
 class Subject(Driver):
@@ -51,8 +51,8 @@ class Subject(Driver):
         self.gate, self.adapters = self.model.gate, self.model.adapters
         self.expect = Oracle(self.model, suite.atol)
         self.cold = self.expect.cold
-        #: :data:`SHRINKING`, or 0 where nobody reads it.
-        self.shrinking = SHRINKING
+        #: :data:`SHRINKING_SECONDS`, or 0 where nobody reads it.
+        self.shrinking = SHRINKING_SECONDS
         #: The longest context that was looked at, in tokens; 0 where no clause was on lengths.
         self.looked = 0
         self._noted: dict[object, Any] = {}
@@ -65,7 +65,7 @@ class Subject(Driver):
     def begin(self, suite: Declaration) -> Self:
         """Begin another clause; skip it where too much has hung already."""
         self.suite = self.model.suite = suite
-        if self.hangs >= HANGS:
+        if self.hangs >= MAX_HANGS:
             pytest.skip(
                 f"given up: {self.hangs} times the model gave no answer; see the first failure"
             )
@@ -102,7 +102,8 @@ class Subject(Driver):
             return min(limit, self.suite.longest)
         probe = self.contexts.long(min(200, limit))
         times = []
-        for _ in range(4):  # the first may compile something, and others may use the machine
+        # The first row may compile something, and other programs may use the machine.
+        for _ in range(4):
             began = time.perf_counter()
             self.lm.next_token_logprobs_uncached(probe)
             times.append(time.perf_counter() - began)
@@ -129,7 +130,7 @@ class Subject(Driver):
 
     def close(self) -> None:
         """The end of all clauses."""
-        self.until = math.inf  # to close the model there is time
+        self.until = math.inf  # The deadline is over for clauses only: closing gets its own time.
         self._loop.close()
         self.model.end()
 
@@ -168,7 +169,7 @@ class Subject(Driver):
         excused from seeds."""
         if "seeds" in self.suite.excused:
             pytest.skip(f"excused from 'seeds': {self.suite.excused['seeds']}")
-        if self.expect.atol > ROUNDING:
+        if self.expect.atol > ROUNDING_ATOL:
             pytest.skip(
                 f"rounding of this size (atol={self.expect.atol:g}) may change a draw; run it in "
                 "float32"
@@ -229,5 +230,5 @@ class Subject(Driver):
             yield
         finally:
             self.gate.on_call = None
-            # A call may be under way still, and wait for this loop.
+            # A call may still be under way and wait for this loop.
             await self.all_done([asyncio.wrap_future(self.thread(self.lm.clear_kv_cache))])

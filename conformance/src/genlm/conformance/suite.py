@@ -27,7 +27,7 @@ from genlm.conformance.subject import Subject
 SUBJECT = pytest.StashKey[Subject]()
 
 #: Clauses in which everything meets: any fault may fail them. The first makes its example simple.
-INVOLVED = (
+INVOLVED_CLAUSES = (
     "test_requests_on_a_schedule",
     "test_cancelled_requests_leave_nothing",
 )
@@ -51,8 +51,9 @@ class OneModel(Declaration):
         return subject.begin(self)
 
 
-# Clauses run from the last base to the first: cheap ones on single rows, then those that catch most
-# for their time (`nox -s mutants` prints both), and at the end those that close the model.
+# Clauses run from the last base to the first. Cheap clauses on single rows come first, then those
+# that catch most faults for their time (`nox -s mutants` prints both); those that close the model
+# come last.
 class ConformanceSuite(
     LifecycleClauses,
     HistoryClauses,
@@ -66,7 +67,8 @@ class ConformanceSuite(
     ScheduleClauses,
     ContinuationClauses,
     ContentionClauses,
-    CapacityClauses,  # before hundreds are cancelled elsewhere: it compares before and after
+    # Capacity is compared before and after cancellations, so other clauses must not cancel before.
+    CapacityClauses,
     IdentityClauses,
     LengthClauses,
     StateClauses,

@@ -42,7 +42,8 @@ class TrustSuite:
         adapter = pickled_adapter(tmp_path)
         with (
             load_model_by_name(folder, self.backend, self.options) as lm,
-            pytest.raises(GenlmError),  # that it is a pickle, or that adapters are switched off
+            # The error says that it is a pickle, or that adapters are switched off.
+            pytest.raises(GenlmError),
         ):
             lm.add_new_lora(str(adapter.folder), "stranger")
         assert not adapter.sprung
