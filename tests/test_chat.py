@@ -37,8 +37,10 @@ def of_parts(text):
 
 
 @pytest.mark.parametrize("template", [TRIMS, KEEPS, OF_PARTS])
-@pytest.mark.parametrize("begun", ["```json\n", "The answer is ", "a\n \n", "a", "", "\n"])
-def test_the_beginning_of_an_answer_keeps_the_white_space_at_its_end(lm, template, begun):
+@pytest.mark.parametrize(
+    "begun", ["```json\n", "The answer is ", "a\n \n", "a", "", "\n", "\n# A", " a "]
+)
+def test_the_beginning_of_an_answer_keeps_the_white_space_at_its_ends(lm, template, begun):
     content = of_parts if template is OF_PARTS else str
     ids = lm.apply_chat_template(
         [
@@ -49,6 +51,20 @@ def test_the_beginning_of_an_answer_keeps_the_white_space_at_its_end(lm, templat
         chat_template=template,
     )
     assert lm.decode(ids) == "[user]\nAs JSON.<|eot|>\n[assistant]\n" + begun
+
+
+def test_the_beginning_of_an_answer_is_a_part_where_the_template_knows_parts_alone(lm):
+    template = TRIMS.replace(
+        "{{ m['content'] | trim }}",
+        "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] | trim }}"
+        "{% endif %}{% endfor %}",
+    )
+    ids = lm.apply_chat_template(
+        [USER, {"role": "assistant", "content": "a\n"}],
+        continue_final_message=True,
+        chat_template=template,
+    )
+    assert lm.decode(ids) == "[user]\nAs JSON.<|eot|>\n[assistant]\na\n"
 
 
 def test_options_of_the_encoding_hold_for_the_beginning_of_an_answer(lm):
@@ -69,7 +85,9 @@ def test_white_space_that_a_tokenizer_of_its_own_kind_loses_is_refused(lm, token
 
     tokenizer.apply_chat_template = apply
     options = {"continue_final_message": True, "chat_template": TRIMS}
-    with pytest.raises(InvalidInputError, match=r"ends in '\\n', which the .* leaves out; end it"):
+    with pytest.raises(
+        InvalidInputError, match=r"'a\\n', has white space .* leaves out; leave it out too"
+    ):
         lm.apply_chat_template([USER, {"role": "assistant", "content": "a\n"}], **options)
     ids = lm.apply_chat_template([USER, {"role": "assistant", "content": "a"}], **options)
     assert ids[0] == 0

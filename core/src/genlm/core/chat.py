@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from genlm.core.checks import safe_repr
 from genlm.core.errors import InvalidInputError
 
 Message = Mapping[str, Any]
 
-#: What stands behind the text that is to be continued, in a rendering of its own: no template trims
-#: it, and no text has it.
-MARK = "<<genlm: the answer goes on here>>"
+#: What stands before and behind the text that is to be continued, in a rendering of its own: no
+#: template trims it, and no text has it.
+BEGIN, END = "<<genlm: the answer begins here>>", "<<genlm: the answer goes on here>>"
 
 #: The options of a template's method that its encoding takes.
 ENCODING = ("padding", "truncation", "max_length")
@@ -44,7 +45,7 @@ def continued(
     tokenizer: Any, messages: Sequence[Message], ids: list[int], options: Mapping[str, Any]
 ) -> list[int]:
     """The token ids of a conversation whose last message is to be continued, with the white space
-    at its end.
+    at its ends.
 
     Templates that trim their messages lose it (a blank before a word, a line's end before code),
     and transformers then cuts all that is white off the text.
@@ -60,10 +61,9 @@ def continued(
     """
     chosen = options["continue_final_message"]
     field = chosen if isinstance(chosen, str) else "content"
-    marked, end = _marked(messages[-1].get(field))
-    if end is None or (end.strip() and end == end.rstrip()):
+    marked, said = _marked(messages[-1].get(field))
+    if said is None or (said and said == said.strip()):
         return ids
-    white = end[len(end.rstrip()) :]
     as_text = {**options, "tokenize": False}
     text = tokenizer.apply_chat_template(messages, **as_text)
     as_text["continue_final_message"] = False
@@ -71,28 +71,38 @@ def continued(
     rendered = tokenizer.apply_chat_template(whole, **as_text)
     if not (isinstance(text, str) and isinstance(rendered, str)):
         return ids  # not one of transformers' tokenizers: its method knows no texts
-    kept, mark, _ = rendered.rpartition(MARK)
-    if not mark or kept + white == text:
+    kept, mark, _ = rendered.rpartition(END)
+    before, began, body = kept.rpartition(BEGIN)
+    if not mark:
+        return ids
+    if began and body == said.strip():
+        wanted = before + said
+    else:  # the template writes the message in its own way, up to the end
+        wanted = before + body + said[len(said.rstrip()) :]
+    if wanted == text:
         return ids
     encoding = {name: options[name] for name in ENCODING if name in options}
     encoding.update(options.get("tokenizer_kwargs") or {}, add_special_tokens=False)
     if [*tokenizer.encode(text, **encoding)] != ids:
         raise InvalidInputError(
-            f"the last message ends in {white!r}, which the tokenizer's chat "
-            "template leaves out; end it before that, or write the prompt without the template"
+            f"the last message, {safe_repr(said)}, has white space at an end that the "
+            "tokenizer's chat template leaves out; leave it out too, or write the prompt "
+            "without the template"
         )
-    return [*tokenizer.encode(kept + white, **encoding)]
+    return [*tokenizer.encode(wanted, **encoding)]
 
 
 def _marked(content: Any) -> tuple[Any, str | None]:
-    """The content of a message with a mark in place of the white space at its end, and its last
-    text."""
+    """The content of a message with marks in place of the white space at the ends of its last text,
+    and that text."""
     if isinstance(content, str):
-        return content.rstrip() + MARK, content
+        body = content.strip()
+        # Where no white space is lost, the message begins as it did: a template may look at it.
+        return (BEGIN if content[: len(body)] != body else "") + body + END, content
     if isinstance(content, list | tuple):
         for place in reversed(range(len(content))):
             part = content[place]
             if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-                longer = {**part, "text": part["text"].rstrip() + MARK}
-                return [*content[:place], longer, *content[place + 1 :]], part["text"]
+                marked, said = _marked(part["text"])
+                return [*content[:place], {**part, "text": marked}, *content[place + 1 :]], said
     return content, None

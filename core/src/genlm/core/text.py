@@ -126,7 +126,7 @@ class TextMixin:
         Args:
             messages: ``{"role": "user", "content": "..."}``, in order. With
                 ``continue_final_message=True`` the last one is the beginning of the answer, with
-                the white space at its end. Where the template would leave a text out, as those of
+                the white space at its ends. Where the template would leave a text out, as those of
                 multimodal models may do, it gets each text as a list of one part.
             **options: Those of the tokenizer's ``apply_chat_template``.
 
@@ -157,7 +157,8 @@ class TextMixin:
             if apply is None:
                 raise ValueError(NO_TEMPLATE)
             if isinstance(template, str) and "type" in template:
-                given = in_parts(given, partial(apply, **{**chosen, "tokenize": False}))
+                whole = {**chosen, "tokenize": False, "continue_final_message": False}
+                given = in_parts(given, partial(apply, **whole))
             ids = [int(token_id) for token_id in apply(given, **chosen)]
             return continued(tokenizer, given, ids, chosen) if not begins else ids
         except InvalidInputError:
