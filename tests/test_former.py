@@ -19,6 +19,7 @@ from genlm.core import (
     VocabularyItemError,
 )
 from genlm.core.hints import METHODS
+from genlm.core.next_bytes import next_bytes_logprob
 from genlm.core.options import CORE
 
 
@@ -107,6 +108,12 @@ def printed(error: BaseException) -> str:
         ("max_model_len", "max_context"),
         ("log_probs", "next_token_logprobs"),
         ("dtype", "next_token_logprobs"),
+        # Python's guesses of these are names that mean something else, or private ones.
+        ("delete_lora", "remove_lora"),
+        ("list_adapters", r"lm\.adapters"),
+        ("kv_cache", "clear_kv_cache"),
+        ("next_token_logprobs_async", "next_token_logprobs is the coroutine"),
+        ("sample_batch", "batch_sample"),
     ],
 )
 def test_python_adds_no_guess_to_what_is_known_of_a_name(mock, name: str, right: str) -> None:
@@ -144,13 +151,23 @@ def test_kinds_of_requests_are_found_beside_each_other() -> None:
     assert Request == Query | SampleRequest | ScoreRequest | ReductionRequest
 
 
-def test_a_blocking_method_that_is_awaited_names_the_remedy(mock) -> None:
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("add_new_lora", ("folder", "poems")),
+        ("remove_lora", ("prose",)),
+        ("cache_kv", ([1, 2],)),
+        ("clear_kv_cache", ()),
+    ],
+)
+def test_a_blocking_method_that_is_awaited_names_the_remedy(mock, name, given) -> None:
     lm = mock()
+    lm.add_new_lora("folder", "prose")
 
     async def awaited() -> None:
-        await lm.cache_kv([1, 2])
+        await getattr(lm, name)(*given)
 
-    with pytest.raises(UnsupportedError, match=r"cache_kv blocks, .* call it without await"):
+    with pytest.raises(UnsupportedError, match=rf"{name} blocks, .* call it without await"):
         asyncio.run(awaited())
     assert not lm.cache_kv([1, 2])
 
@@ -164,6 +181,8 @@ def test_a_blocking_method_that_is_awaited_names_the_remedy(mock) -> None:
         lambda lm: lm.sequence_logprobs([1], [2]),
         lambda lm: lm.batch_sequence_logprobs([[1], [1]], [[2], [3]]),
         lambda lm: anext(lm.stream([1], 3)),
+        lambda lm: next_bytes_logprob(lm, [1], b"a"),
+        lambda lm: lm.__aenter__(),
     ],
 )
 def test_a_model_awaited_in_an_event_loop_that_is_not_of_asyncio(mock, ask) -> None:

@@ -69,40 +69,66 @@ LM = _by_name(
 #: Methods and attributes of other tools, and what to use here.
 METHODS = _by_name(
     {
-        "add_adapter add_lora load_adapter load_lora": (
+        "active_adapters list_adapters list_loras lora_adapters loras": (
+            "lm.adapters has the adapters that are loaded, by name"
+        ),
+        "add_adapter add_lora load_adapter load_lora load_lora_adapter load_lora_weights": (
             "lm.add_new_lora(path, name) loads a LoRA adapter, and lora_name=name selects it"
         ),
         "batch_stream stream_sync": "`async for` over lm.stream(ids, max_tokens), a task for each",
-        "bos_token_id eos_token pad_token_id": "lm.tokenizer has it",
+        "beam_search": "lm.batch_next_token_logprobs(contexts) gives rows for a step of the beams",
+        "bos_token bos_token_id chat_template eos_token pad_token pad_token_id": (
+            "lm.tokenizer has it"
+        ),
         "batch_decode convert_ids_to_tokens detokenize": "lm.decode(ids) gives text",
         "chat": "lm.apply_chat_template(messages) gives the ids to draw after with lm.sample",
-        "delete_adapter unload_adapter unload_lora": "lm.remove_lora(name) unloads an adapter",
+        "config cuda eval generation_config half parameters state_dict to": (
+            "lm.underlying_model is the engine's own model; options of the load place it"
+        ),
+        "delete_adapter delete_lora remove_adapter unload_adapter unload_lora": (
+            "lm.remove_lora(name) unloads an adapter"
+        ),
         "disable_adapter disable_lora": "lm.clear_lora() makes the base model the default again",
-        "dtype": "rows of lm.next_token_logprobs are float32; a backend's option sets the weights'",
-        "enable_lora set_adapter": (
+        "dtype torch_dtype": (
+            "rows of lm.next_token_logprobs are float32; a backend's option sets the weights'"
+        ),
+        "empty_cache kv_cache past_key_values reset_kv_cache reset_prefix_cache": (
+            "lm.clear_kv_cache() drops the state of every context, lm.cache_kv(prompt) pins one"
+        ),
+        "enable_lora set_adapter set_adapters set_lora_adapter use_lora": (
             "lm.set_lora(name) makes an adapter the default; lora_name=name selects it in a call"
         ),
-        "forward get_logprobs log_probs logits logprobs": "lm.next_token_logprobs(ids) gives a row",
-        "generate": "lm.sample(ids, max_tokens) draws ids",
-        "logprob loglikelihood score": (
+        "forward get_logprobs log_prob log_probs logits logprobs next_token_logits": (
+            "lm.next_token_logprobs(ids) gives a row"
+        ),
+        "complete generate": "lm.sample(ids, max_tokens) draws ids",
+        "batch_generate generate_batch sample_batch": (
+            "lm.batch_sample(list_of_ids, max_tokens) draws after each"
+        ),
+        "log_likelihood logprob loglikelihood score": (
             "lm.batch_sequence_logprobs(contexts, continuations), or lm.sequence_logprobs for one"
         ),
         "loglikelihood_rolling perplexity": (
             "lm.rolling_logprobs(ids) scores each token of a text, however long it is"
         ),
-        "max_length max_model_len max_position_embeddings n_ctx": (
-            "lm.max_context is the longest context"
-        ),
+        (
+            "context_length max_length max_model_len max_position_embeddings max_seq_len "
+            "max_seq_length model_max_length n_ctx"
+        ): "lm.max_context is the longest context",
+        "next_token_logprobs_async": "lm.next_token_logprobs is the coroutine",
+        "release shutdown stop unload": "lm.close() releases the engine",
         "tokenize": "lm.encode(text) gives ids",
         "vocab get_vocab": "lm.byte_vocab has the bytes of every token, lm.str_vocab its text",
-        "vocab_size": "len(lm.byte_vocab) is the width of a row",
+        "n_vocab vocab_size": "len(lm.byte_vocab) is the width of a row",
     }
 )
 
 #: Names that are looked for in the package, and where they are.
 PACKAGE = _by_name(
     {
-        "AutoModel LLM load load_llm load_model": "load_model_by_name(name, backend) loads a model",
+        "AsyncLLM AutoModel AutoModelForCausalLM LLM load load_llm load_model": (
+            "load_model_by_name(name, backend) loads a model"
+        ),
         "BytePrefix next_bytes_logprob": "genlm.core.next_bytes has it",
         **{
             name: f"{module} has it, or load_model_by_name(name, {module[6:]!r})"

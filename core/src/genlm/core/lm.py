@@ -19,6 +19,7 @@ from genlm.core.known_contexts import KnownContexts
 from genlm.core.options import CORE, CoreOptions, refuse_unknown
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.population import Population
+from genlm.core.runtime.askers import running_loop
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.executor import EngineExecutor
 from genlm.core.runtime.lanes import Counters
@@ -221,6 +222,7 @@ class AsyncLM(GenerationMixin):
 
     # --- adapters ---------------------------------------------------------------------------------
 
+    @blocks
     def add_new_lora(self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1") -> None:
         """Load a LoRA adapter and bind it to a name; blocks until it is loaded. If the name is
         already bound, the new adapter replaces the old one, and what was cached under the name is
@@ -244,6 +246,7 @@ class AsyncLM(GenerationMixin):
         contents = self._engine.calls.call("genlm_read_lora", adapter=adapter)
         self._batcher.run(lambda: self._executor.bind(adapter, contents))
 
+    @blocks
     def remove_lora(self, lora_name: str) -> None:
         """Unload an adapter.
 
@@ -285,6 +288,7 @@ class AsyncLM(GenerationMixin):
         """Drop all cached rows."""
         self._cache.clear()
 
+    @blocks
     def clear_kv_cache(self) -> None:
         """Empty the KV cache, pinned prompts included. Waits for earlier requests."""
         self._batcher.run(self._executor.clear)
@@ -372,6 +376,7 @@ class AsyncLM(GenerationMixin):
         self.close()
 
     async def __aenter__(self) -> Self:
+        running_loop()  # the end of the block needs it, and here nothing is lost yet
         return self.__enter__()
 
     async def __aexit__(self, *exc_info: object) -> None:

@@ -17,7 +17,7 @@ from genlm.core.checks import integer, number, safe_repr
 from genlm.core.context import Context
 from genlm.core.errors import InvalidInputError, InvalidQueryError
 from genlm.core.lm import AsyncLM
-from genlm.core.runtime.askers import all_of
+from genlm.core.runtime.askers import all_of, running_loop
 from genlm.core.tokenization.token import Token
 from genlm.core.trie.nodes import Nodes
 from genlm.core.trie.trie import TokenCharacterTrie
@@ -159,6 +159,7 @@ class BytePrefix:
         context, adapter = lm.context(token_ids), lm._adapters.resolve(lora_name)
         vocab = lm.byte_vocab
         if trie is None:
+            running_loop()
             trie = await asyncio.to_thread(TokenCharacterTrie, vocab)
         if not _same_tokens(trie.decode, vocab):
             raise InvalidInputError(
