@@ -1,4 +1,4 @@
-"""Replicas of any backend on a Ray cluster. Importing it imports no engine, and not Ray."""
+"""Replicas of any backend on a Ray cluster. Importing it imports neither an engine nor Ray."""
 
 from genlm.ray.ending import end_fleet
 from genlm.ray.lm import AsyncRayLM

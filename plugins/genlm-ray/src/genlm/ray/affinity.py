@@ -1,4 +1,4 @@
-"""Prefix affinity: which replica has seen most of a context, and so keeps its key/value state."""
+"""Prefix affinity: which replica has seen most of a context, and so keeps its KV cache."""
 
 from __future__ import annotations
 
@@ -11,39 +11,41 @@ from genlm.core.context import Context
 
 M = TypeVar("M", bound=Hashable)
 
-#: Prefixes are remembered at multiples of this many tokens, and where a context and its parent end.
+#: Prefixes are remembered at multiples of this many tokens, and at the ends of a context and of its
+#: parent.
 BLOCK_TOKENS = 32
 
 #: The most prefixes that are remembered; each takes about 130 bytes.
 MAX_PREFIXES = 100_000
 
-#: A replica is overloaded if it has more than SLACK requests, and EXCESS times its share.
+#: A replica is overloaded if it has more than SLACK requests, and more than EXCESS times its share.
 SLACK, EXCESS = 4, 1.25
 
 
 class Affinity(Generic[M]):
-    """Remembers which member was given which prefix. For one thread.
+    """Remembers which member was given which prefix. Used by one thread only.
 
-    A context is known by its own hash, and its parent by the one that it keeps of it; every other
-    prefix by a hash of its length, its first block and its last one. So a context that grew costs
-    the same at any length. Two prefixes that differ in the middle alone are taken for one: that may
-    cost time, and never changes a row.
+    A context is identified by its hash, and its parent by the hash that the context keeps of it.
+    Every other prefix is identified by a hash of its length, its first block and its last block. So
+    looking up a context that grew costs the same at any length. Prefixes that differ only in the
+    middle count as one, which may cost time but never changes a row.
     """
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, M] = OrderedDict()
 
     def choose(self, queries: Sequence[Query], loads: dict[M, int]) -> Iterator[M]:
-        """The member to ask, for each context: the one that knows the longest prefix, unless it is
-        overloaded; else the one with least to do. It knows this context from now on.
+        """The member to ask for each context: the one that knows the longest prefix or, if that is
+        overloaded, the one with the fewest requests. From then on, it counts as knowing this
+        context.
 
         Args:
             queries: The contexts.
-            loads: For each member that may be chosen, how many requests it has, these contexts
-                included once they have been placed. At least one.
+            loads: For each member that may be chosen, how many requests it has; at least one
+                member. Each context placed here is added.
         """
         known = self._known
-        # Each has its share of them all: what stays where it is does not depend on the order.
+        # The share counts all requests, so that it does not depend on the order of placement.
         overload = max(SLACK, EXCESS * (sum(loads.values()) + len(queries)) / len(loads))
         for query in queries:
             unknown: list[int] = []
@@ -65,7 +67,7 @@ class Affinity(Generic[M]):
             yield member
 
     def forget(self) -> None:
-        """Forget all prefixes, because the key/value state has been cleared."""
+        """Forget all prefixes, because the KV cache was cleared."""
         self._known.clear()
 
     def forget_member(self, member: M) -> None:
@@ -79,7 +81,7 @@ def prefixes(query: Query) -> Iterator[int]:
     context, length, grown = query.context, query.length, query.context.grown
     version = 0 if query.adapter is None else query.adapter.version
     yield hash((version, context.hash_value))
-    if length % BLOCK_TOKENS < grown:  # those that its parent is too short for
+    if length % BLOCK_TOKENS < grown:  # the blocks that end after the parent
         yield from blocks(context, version, length - grown)
     if length > (grown or 1):
         parent = context.parent_hash if grown else context.first(-1).hash_value

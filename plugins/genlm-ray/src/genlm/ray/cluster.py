@@ -1,4 +1,5 @@
-"""The connection to Ray: one a process, shared by its models, and ended with the last of them."""
+"""The connection to Ray. A process has one, which its models share and which ends with the last of
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 from genlm.core import checks
 from genlm.core.errors import BackendUnavailableError, InvalidOptionError
 
-#: Ray's name for a cluster that this program starts on its own machine.
+#: The address by which Ray knows a cluster on the same machine.
 LOCAL = "local"
 
 #: Seconds to wait for a connection to a cluster's head.
@@ -20,21 +21,22 @@ CONNECT_TIMEOUT = 10.0
 
 
 class Cluster:
-    """Joins a running cluster, or starts one on this machine. A cluster that the program itself is
-    connected to already is used, and left alone.
+    """Joins a running cluster, or starts one on this machine. If the program is already connected
+    to a cluster, that connection is used and never ended.
 
     Args:
-        address: As ``ray.init`` takes it; ``None`` takes ``RAY_ADDRESS``, else starts one.
-        may_start: Whether that is wanted.
+        address: As in ``ray.init``. ``None`` means ``RAY_ADDRESS``; without that, a cluster is
+            started.
+        may_start: Whether a cluster may be started.
 
     Raises:
         BackendUnavailableError: there is no cluster at the address.
-        InvalidOptionError: this process is connected to another one, or none is named.
+        InvalidOptionError: this process is connected to another cluster, or no cluster is named.
     """
 
     _lock = threading.Lock()
-    _users: ClassVar[set[Cluster]] = set()  # of the connection that we made
-    _joined = ""  # where that leads
+    _users: ClassVar[set[Cluster]] = set()  # the address of the connection that this object made
+    _joined = ""  # the address that this connection leads to
 
     def __init__(self, address: str | None, *, may_start: bool = True) -> None:
         import ray
@@ -57,10 +59,11 @@ class Cluster:
 
     @property
     def connected(self) -> bool:
-        """Whether the connection is there; the program may have ended it by ``ray.shutdown``."""
+        """Whether the connection still exists. The program may have ended it by
+        ``ray.shutdown``."""
         there: bool = self.ray.is_initialized()
         if not there:
-            self._users.discard(self)  # another connection is not this one's to end
+            self._users.discard(self)  # another connection is not this object's to end
         return there
 
     def leave(self) -> None:
@@ -75,7 +78,8 @@ class Cluster:
 def connect(ray: Any, address: str) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == LOCAL:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # reports nothing unless asked to
+        # No usage statistics, unless the user asks for them.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options["include_dashboard"] = False
     if address.startswith("ray://"):
         try:
@@ -86,7 +90,7 @@ def connect(ray: Any, address: str) -> None:
                 "'ray[client]', or run the program on a machine of the cluster and give host:port"
             ) from error
     try:
-        if address != LOCAL:  # Ray itself waits for minutes where nothing listens
+        if address != LOCAL:  # Ray itself waits for minutes if nothing listens at the address
             socket.create_connection(host_and_port(address), timeout=CONNECT_TIMEOUT).close()
         ray.init(address, **options)
     except OSError as error:
@@ -103,7 +107,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     try:
         if where.hostname is not None and where.port is not None:
             return where.hostname, where.port
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         pass
     raise InvalidOptionError(
         f"address must be host:port, or ray://host:port; got {checks.safe_repr(address)}"

@@ -1,4 +1,4 @@
-"""How a fleet that several programs share is ended."""
+"""Ends a fleet that several programs share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from genlm.ray.cluster import Cluster
 from genlm.ray.options import NAMESPACE
 
-#: Seconds for a replica to say to the programs that it ends.
+#: Seconds for a replica to tell the programs that it ends.
 GOODBYE_SECONDS = 10.0
 
 
@@ -18,9 +18,9 @@ def end_fleet(name: str, address: str | None = None) -> int:
     Programs that still use it get :class:`~genlm.core.EngineDeadError`.
 
     Args:
-        name: The fleet's.
-        address: Of the cluster, as the option ``address``. Not needed where the program is
-            connected to it, or ``RAY_ADDRESS`` is set.
+        name: The name of the fleet.
+        address: The address of the cluster, as in the option ``address``. Not needed if the program
+            is connected to the cluster, or ``RAY_ADDRESS`` is set.
 
     Returns:
         How many replicas there were.
@@ -36,7 +36,7 @@ def end_fleet(name: str, address: str | None = None) -> int:
         for each in ray.util.list_named_actors(all_namespaces=True):
             ours = re.fullmatch(rf"genlm-{re.escape(name)}-\d+", each["name"])
             if ours and each["namespace"] == NAMESPACE:
-                with contextlib.suppress(ValueError):  # it has ended since
+                with contextlib.suppress(ValueError):  # it has ended meanwhile
                     actors.append(ray.get_actor(**each))
         ending = [actor.end.remote() for actor in actors]
         ray.wait(ending, num_returns=len(ending), timeout=GOODBYE_SECONDS) if ending else None

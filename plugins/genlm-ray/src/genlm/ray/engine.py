@@ -1,7 +1,7 @@
-"""The engine that the core sees.
+"""RayEngine, the object that implements the hooks of the core.
 
-The fleet has a thread of its own, so that replicas are watched, and start again, whether there is
-work or not. The engine thread gives it orders, and takes answers.
+The fleet has a thread of its own, so that replicas are watched and restarted even without work. The
+engine thread gives it orders, and takes its answers.
 """
 
 from __future__ import annotations
@@ -38,39 +38,41 @@ from genlm.ray.wire import HOOKS, Description, absolute, adapter_key, ask
 
 log = get_logger()
 
-#: Seconds for the replicas to release their engines before they are ended.
+#: Seconds in which replicas may release their engines before they are ended.
 RELEASE_SECONDS = 30.0
 
-#: Just below the largest block from which glibc learns how much freed memory to keep (32 MB).
+#: Just below 32 MB, the size of the largest block from which glibc learns how much freed memory to
+#: keep.
 LARGE_BLOCK_BYTES = 31 << 20
 
 
 def keep_freed_memory() -> None:
-    """Have new rows lie in the memory of freed ones.
+    """Make glibc reuse the memory of freed rows for new ones.
 
-    glibc gives large blocks that are freed back to the system, and the next row would take one page
-    fault for every 4 KB, which costs more than to fill it. It keeps them once a larger block has
-    come and gone, as in every process with an engine. Other C libraries take no notice.
+    By default, glibc returns large freed blocks to the system. The next row then causes a page
+    fault for every 4 KB, which costs more than filling it. Once a larger block has been allocated
+    and freed, glibc keeps freed blocks; in a process with an engine, this happens by itself. On
+    other C libraries the call has no effect.
     """
     np.empty(LARGE_BLOCK_BYTES, np.uint8)
 
 
 class RayEngine:
-    """Evaluates on replicas.
+    """An engine that evaluates on replicas.
 
     Args:
-        cluster: The connection to Ray; closed with the engine.
+        cluster: The connection to Ray, which is closed with the engine.
         model: The model's name.
-        options: The user's.
+        options: The user's options.
 
     Raises:
         BackendUnavailableError: not all replicas have started in time.
         Exception: what the inner backend raised while it loaded the model.
 
     Attributes:
-        device: Where rows arrive.
-        model: The replicas' actor handles as they are now: a replica that starts again has a new
-            one. May be read by any thread.
+        device: The device on which rows arrive.
+        model: The current actor handles of the replicas. A replica that is restarted gets a new
+            handle. Any thread may read them.
     """
 
     device = "cpu"
@@ -81,8 +83,8 @@ class RayEngine:
         self._options = options
         self._shared = options.name is not None
         self._program = uuid.uuid4().hex
-        self._orders = Mailbox[Callable[[], None]]()  # for the fleet's thread
-        self._answers = Mailbox[list[Answer]]()  # for the engine thread
+        self._orders = Mailbox[Callable[[], None]]()  # read by the fleet's thread
+        self._answers = Mailbox[list[Answer]]()  # read by the engine thread
         self._flying: dict[Request, bool] = {}
         self._failure: BaseException | None = None
         self._ready = self._awaited = concurrent.futures.Future[Any]()
@@ -92,7 +94,8 @@ class RayEngine:
             Line(index, options.actor_options(index), self.model, self._came)
             for index in range(options.replicas)
         ]
-        # Ray ends a program's own replicas with it; on shared ones only its session ends.
+        # Ray ends a program's own replicas with the program. On shared replicas the session must
+        # end by itself.
         lease = LEASE_PULSES * watch.PULSE if self._shared else None
         per_call = options.function_timeout
         loading = (lease, per_call, options.backend, absolute(model), dict(options.backend_opts))
@@ -112,7 +115,7 @@ class RayEngine:
         self.lacking = described.lacking
         for hook in HOOKS:
             if hook not in described.hooks:
-                setattr(self, hook, None)  # so it is none of this engine's either
+                setattr(self, hook, None)  # pluggy then finds no such hook on this engine
 
     def _await_start(self) -> Description:
         patience = self._options.start_timeout
@@ -121,7 +124,8 @@ class RayEngine:
         if free.only_in_groups:
             log.warning("replica.no_room", why=free.described())
         while (left := until - time.monotonic()) > 0:
-            # An interrupted load ends between two of these waits, and gives the replicas back.
+            # If the load is interrupted, it ends between two of these waits, and the replicas are
+            # given back.
             if concurrent.futures.wait([self._ready], min(left, 0.2)).done:
                 described: Description = self._ready.result()
                 return described
@@ -155,8 +159,9 @@ class RayEngine:
                 self._awaited.set_exception(error)
 
     def _do(self, order: Callable[[], None]) -> None:
-        """Without keeping it, for it may hold rows."""
-        if not self._cluster.connected:  # any call would start another cluster
+        """Carry out an order. It is a function of its own so that no variable keeps the order,
+        which may hold rows."""
+        if not self._cluster.connected:  # any call to Ray would start another cluster
             raise EngineDeadError("ray.shutdown() was called here; load the model again")
         order()
 
@@ -175,7 +180,7 @@ class RayEngine:
         reductions: Sequence[ReductionRequest],
         dropped: Sequence[Request],
     ) -> list[Answer]:
-        """Wait until something is answered, or :meth:`genlm_wake` is called."""
+        """Wait until a request is answered, or :meth:`genlm_wake` is called."""
         refused = self._fleet.functions.refused(reductions)
         travelling = [request for request in reductions if request not in refused]
         new_requests: list[Request] = [*queries, *samples, *scores, *travelling]
@@ -187,7 +192,7 @@ class RayEngine:
         came = [self._answers.get()] if waits else []
         while self._answers:
             came.append(self._answers.get())
-        # Without what has been dropped since it was answered.
+        # Leave out requests that were dropped after they had been answered.
         flying = self._flying
         answers = [each for some in came for each in some if flying.pop(each[0], False)]
         if self._failure is not None and not answers:
@@ -211,7 +216,7 @@ class RayEngine:
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
-        """Pin a prompt on every replica: each will meet contexts that begin so."""
+        """Pin a prompt on every replica, since each will get contexts that begin with it."""
         asked = ask(query, self._program)
         version = query.adapter.version if query.adapter else None
         entry = Entry(("pin", asked), ("unpin", asked), version)
@@ -222,7 +227,7 @@ class RayEngine:
         self._change(partial(self._fleet.clear, Entry(("clear",))))
 
     def _change(self, order: Callable[[Callable[[Exception | None], None]], None]) -> bool:
-        """Have the fleet's thread change the state of the replicas, and wait until it has."""
+        """Let the fleet's thread change the state of the replicas, and wait until it is done."""
         self._awaited = ended = concurrent.futures.Future[Exception | None]()
         self._orders.put(partial(order, ended.set_result))
         error = self._failure or ended.result()
@@ -232,7 +237,8 @@ class RayEngine:
 
     @hookimpl
     def genlm_close(self) -> None:
-        """End the replicas; those of a named fleet go on, unless it never was ready."""
+        """End the replicas. The replicas of a named fleet continue, unless the fleet was never
+        ready."""
         self._closing = True
         self._orders.put(lambda: None)
         try:
@@ -261,9 +267,10 @@ def load(model: str, options: Mapping[str, Any], verify: Any = None) -> RayEngin
 
     Args:
         model: A folder or hub name, as the inner backend takes it.
-        options: Those of :class:`RayOptions`.
+        options: The options of :class:`RayOptions`.
         verify: Whether each replica verifies its model; ``None`` is the inner backend's choice.
-            A report does not travel: where a function is to get it, a replica rejects instead.
+            Reports are not sent to the program: if a function is to get them, a replica raises an
+            error instead.
 
     Raises:
         InvalidOptionError: the inner backend verifies no models.
@@ -280,7 +287,7 @@ def load(model: str, options: Mapping[str, Any], verify: Any = None) -> RayEngin
 
 
 def _verifying(options: RayOptions, verify: bool) -> RayOptions:
-    """The options with which replicas verify their models, or do not."""
+    """The options of the replicas, with verification switched on or off."""
     if find_backend(options.backend).verifies:
         return evolve(options, backend_opts={"verify": verify, **options.backend_opts})
     if verify:

@@ -1,11 +1,11 @@
-"""The fleet: what happens to a request, to a replica, and to what every replica must have.
+"""The fleet: the ways of a request, of a replica, and of an entry of the log.
 
-Each of these journeys is one method, which yields a :class:`~genlm.ray.member.Call` and goes on
-with what comes back of it. What a replica must have is a **log**, which only entries that work
-enter (:mod:`~genlm.ray.log`). Death has one judge, the **watch** (:mod:`~genlm.ray.watch`).
-Requests wait where they can still go elsewhere, and suspects are tried apart: **placing**
-(:mod:`~genlm.ray.placing`). None of them knows Ray or the time, so a test can kill what it likes on
-a clock of its own.
+Each journey is one method, which yields a :class:`~genlm.ray.member.Call` and continues with its
+outcome. The **log** (:mod:`~genlm.ray.log`) lists what every replica must have; only entries that
+work enter it. The **watch** (:mod:`~genlm.ray.watch`) alone decides whether a replica is dead.
+**Placing** (:mod:`~genlm.ray.placing`) keeps requests where they can still move to another replica,
+and tries suspects separately. None of these modules knows Ray or the time, so a test can kill
+replicas on a clock of its own.
 """
 
 from __future__ import annotations
@@ -29,31 +29,36 @@ from genlm.ray.wire import Ask, Busy, Description, Gone, Unanswered, ask
 
 log = get_logger()
 
-#: What comes back of a call that was cancelled.
+#: The outcome of a call that was cancelled.
 CANCELLED = object()
 
 
 @define(eq=False)
 class Fleet:
-    """For one thread. What comes back of a call on a line is given to :meth:`take`: a result,
-    :data:`CANCELLED`, or an exception, :class:`~genlm.ray.wire.Gone` for a replica that is lost."""
+    """The fleet, which one thread uses. The outcome of each call on a line is given to
+    :meth:`take`: a result, :data:`CANCELLED`, or an exception, which is
+    :class:`~genlm.ray.wire.Gone` if the replica is lost."""
 
-    _program: str  # a name of this program that no other one has
-    _lines: Sequence[Any]  # to the replicas, as :class:`~genlm.ray.line.Line`
-    _loading: Action  # what a replica needs to load the model
+    _program: str  # a unique name of this program
+    _lines: Sequence[Any]  # the lines to the replicas, see :class:`~genlm.ray.line.Line`
+    _loading: Action  # the arguments with which a replica loads the model
     _patience: float  # seconds for which all replicas may be lost
     _now: float
-    _shared: bool = field(kw_only=True)  # a replica may die by a neighbour's fault
+    _shared: bool = field(kw_only=True)  # whether requests of other programs may kill a replica
     _log: Log = field(factory=Log, init=False)
     _placing: Placing = field(factory=Placing, init=False)
     _flying: dict[Request, Job] = field(factory=dict, init=False)
-    _lost: dict[int, Exception] = field(factory=dict, init=False)  # adapters, by version
+    # Errors of lost adapters, by version.
+    _lost: dict[int, Exception] = field(factory=dict, init=False)
     _started: bool = field(default=False, init=False)
     _watch: Watch = field(init=False)
     members: list[Member] = field(init=False)
-    answers: list[Answer] = field(factory=list, init=False)  # since they were taken
-    functions: Functions = field(factory=Functions, init=False)  # of requests
-    description: Description | None = field(default=None, init=False)  # of the replicas' engine
+    # Answers since the engine last took them.
+    answers: list[Answer] = field(factory=list, init=False)
+    # The functions that requests have used.
+    functions: Functions = field(factory=Functions, init=False)
+    # Description of the replicas' engine.
+    description: Description | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.members = [Member(index, line) for index, line in enumerate(self._lines)]
@@ -63,7 +68,7 @@ class Fleet:
 
     @property
     def pulse(self) -> float:
-        """Seconds within which :meth:`tick` must be called several times."""
+        """A number of seconds in which :meth:`tick` must be called several times."""
         return self._watch.pulse
 
     @property
@@ -75,8 +80,8 @@ class Fleet:
     # --- requests ---------------------------------------------------------------------------------
 
     def step(self, new_requests: Iterable[Request], dropped: Iterable[Request]) -> None:
-        """Take new requests, and forget what nobody waits for: also an equal request that is still
-        in flight, for its caller had the answer to one that was dropped as it was answered."""
+        """Take new requests, and forget dropped ones. If an equal request is still in flight, it is
+        forgotten too: the engine had dropped it while its answer was on the way."""
         jobs = {request: Job(request) for request in new_requests}
         gone = (*dropped, *(jobs.keys() & self._flying.keys()))
         self._drop([job for request in gone if (job := self._flying.pop(request, None))])
@@ -86,26 +91,28 @@ class Fleet:
         self._proceed()
 
     def _ask(self, member: Member, jobs: Sequence[Job], on_trial: bool) -> Journey:
-        """The journey of requests, from where they waited to their answers."""
-        # A tuple, not a list: only of a list Ray pickles each element by itself.
+        """The journey of requests, from waiting to being answered."""
+        # A tuple, because Ray pickles each element of a list separately.
         asked = tuple([self._asked(member, job.request) for job in jobs])
         outcome = yield Call(member, ("answer", asked, on_trial), [*jobs], on_trial)
         if isinstance(outcome, Busy):
             self._placing.postpone(member, jobs)
         elif outcome is CANCELLED:
             self._placing.add(alive(jobs))
-        elif isinstance(outcome, Lacking):  # the call that brought a function was cancelled
+        elif isinstance(outcome, Lacking):  # the call that sent the function was cancelled
             member.functions.clear()
             self._placing.add(alive(jobs))
         elif isinstance(outcome, Exception) and len(jobs) > 1:
-            self._placing.split(alive(jobs))  # such as an object store without room for all rows
+            # For example, the object store has no room for all rows.
+            self._placing.split(alive(jobs))
         else:
             results = [outcome] if isinstance(outcome, Exception) else outcome
             self._answer(jobs, results)
-            self._placing.add(alive(jobs))  # what the replica left unanswered
+            self._placing.add(alive(jobs))  # unanswered by the replica
 
     def _asked(self, member: Member, request: Request) -> Ask:
-        """A request as it travels to a replica. A function goes there once."""
+        """A request in the form that is sent to a replica. A function is sent to each replica
+        once."""
         if not isinstance(request, ReductionRequest):
             return ask(request, self._program)
         code = self.functions.code(request.then.function)
@@ -132,7 +139,8 @@ class Fleet:
     # --- replicas ---------------------------------------------------------------------------------
 
     def _live(self, member: Member) -> Journey:
-        """The life of a replica: it loads, and then one call of the watch is under way, always."""
+        """The journey of a replica: it loads, and from then on one call of the watch is always
+        under way."""
         self._watch.enter(member, State.STARTING)
         member.life += 1
         member.have, member.functions = {}, set()
@@ -154,7 +162,8 @@ class Fleet:
         self._die(member, Gone(str(outcome)))
 
     def _die(self, member: Member, gone: Gone) -> None:
-        """The journey of a death: find who is to blame, ask the rest elsewhere, start again."""
+        """Handle a death: find the requests to blame, send the others elsewhere, and start the
+        replica again."""
         log.warning("replica.lost", replica=member.index, error=str(gone))
         killers = self._placing.leave(member, gone.computing)
         self._answer(killers, [died_of(job, gone) for job in killers])
@@ -162,7 +171,7 @@ class Fleet:
         self._start_again(member, gone)
 
     def _blame(self, member: Member, gone: Gone) -> None:
-        """What it was loading has killed it; or it has failed to start."""
+        """Blame the entry that the replica was applying, or count a failed start."""
         calls, member.calls = member.calls, set()
         entry = next((c.entry for c in calls if c.entry and c.entry.applied_by(c.action)), None)
         if entry is not None and gone.computing:
@@ -177,11 +186,12 @@ class Fleet:
             member.failures += 1
 
     def _start_again(self, member: Member, gone: Gone) -> None:
-        """At once, or after a rest, or not at all.
+        """Start a replica again: at once, after a rest, or not at all.
 
         Raises:
-            EngineDeadError: somebody has ended the fleet, with the replicas that are starting.
-            BackendUnavailableError: it has failed too often, and not all have been ready yet.
+            EngineDeadError: a program has ended the fleet, including replicas that are starting.
+            BackendUnavailableError: the replica has failed too often, before all replicas were
+                ready for the first time.
         """
         if gone.ended and self.started:
             raise EngineDeadError("the fleet has been ended; load the model again")
@@ -196,7 +206,7 @@ class Fleet:
     # --- what every replica must have -------------------------------------------------------------
 
     def add(self, entry: Entry, done: Callable[[Exception | None], None]) -> None:
-        """Have something on every replica, or on none."""
+        """Apply an entry on every replica, or on none."""
         if any(other.apply == entry.apply for other in self._log.entries):
             return done(None)
         self._log.change = Change(entry, done)
@@ -211,8 +221,8 @@ class Fleet:
         self._proceed()
 
     def clear(self, order: Entry, done: Callable[[Exception | None], None]) -> None:
-        """Drop all key/value state. A replica that is not ready may come too late for the order:
-        it drops its pinned prompts one by one."""
+        """Drop the whole KV cache. A replica that is not ready may miss the order; it drops its
+        pinned prompts one by one."""
         self._placing.affinity.forget()
         ready = [member for member in self.members if member.ready]
         self._forget(lambda entry: entry.pinned, at=ready)
@@ -221,13 +231,14 @@ class Fleet:
         self._proceed()
 
     def _forget(self, which: Callable[[Entry], bool], at: Iterable[Member] | None = None) -> None:
-        """Entries leave the log, which replicas, ``at`` these or at all, drop by themselves."""
+        """Remove entries from the log that the replicas ``at`` (all, by default) drop by
+        themselves."""
         for entry in self._log.remove(which):
             for member in self.members if at is None else at:
                 member.have.pop(entry, None)
 
     def _reconcile(self, member: Member) -> Journey:
-        """Bring a replica that is loaded to what the log says, one entry at a time."""
+        """The journey in which a loaded replica follows the log, one entry at a time."""
         while step := self._log.next_for(member, member.have):
             entry, action = step
             outcome = yield Call(member, action, entry=entry)
@@ -248,7 +259,8 @@ class Fleet:
             self._placing.join(member)
 
     def _fail(self, entry: Entry, error: Exception) -> None:
-        """An entry is taken back everywhere: its caller gets the error, or those who use it."""
+        """Take an entry back everywhere. The error goes to its caller or, if that no longer waits,
+        to the requests that use the entry."""
         if self._log.failed(entry, error):
             return
         log.warning("replica.entry_lost", entry=entry.apply[0], error=str(error))
@@ -267,8 +279,9 @@ class Fleet:
                 self._answer([job], [EngineError(f"{why} again: {error}; add it again")])
 
     def _advance_change(self) -> None:
-        """Find a replica for an entry on trial, or end the change when all have it. A replica that
-        dies of an entry tries it again: no other one is to die of it."""
+        """Find a replica for an entry on trial, or end the change once all replicas have applied
+        it. A replica that died of an entry tries it again itself, so that no other replica dies of
+        it."""
         change = self._log.change
         if change is None:
             return
@@ -283,8 +296,8 @@ class Fleet:
             change.done(change.error)
 
     def _delays(self, member: Member) -> bool:
-        """Whether the change waits for this replica: it lacks it, or it died of it and tries
-        again."""
+        """Whether the change waits for this replica, because it has not applied the entry yet, or
+        died of it and tries again."""
         if member.ready:
             return self._log.next_for(member, member.have) is not None
         died = member.died_of in self._log.entries
@@ -293,9 +306,9 @@ class Fleet:
     # --- everything ------------------------------------------------------------------------------
 
     def take(self, call: Call, outcome: Any) -> None:
-        """What came back of a call."""
+        """Continue the journey of a call with its outcome."""
         if call not in call.member.calls:
-            return  # of a life that is over
+            return  # the call belongs to an earlier life of the replica
         if isinstance(outcome, Gone):
             self._die(call.member, outcome)
         elif call.journey is not None:
@@ -304,7 +317,7 @@ class Fleet:
         self._proceed()
 
     def tick(self, now: float) -> None:
-        """Look at the replicas; to be called every second or so.
+        """Check all replicas. Must be called about every second.
 
         Raises:
             EngineDeadError: no replica will answer any more.
@@ -322,7 +335,7 @@ class Fleet:
         self._proceed()
 
     def _proceed(self) -> None:
-        """Begin all that can begin."""
+        """Start every journey that can start."""
         self._advance_change()
         for member in self.members:
             idle = member.loaded and not any(call.entry for call in member.calls)
@@ -333,7 +346,7 @@ class Fleet:
             self._go(self._ask(*portion))
 
     def _go(self, journey: Journey, outcome: Any = None) -> None:
-        """Begin a journey, or go on with it, until its next call."""
+        """Start or continue a journey, up to its next call."""
         with contextlib.suppress(StopIteration):
             call = journey.send(outcome)
             call.journey = journey

@@ -1,4 +1,4 @@
-"""What a cluster has free for replicas, in words."""
+"""The free resources of a cluster, described for messages."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from attrs import frozen
 
 from genlm.ray.options import RayOptions
 
-#: Ray's names of what replicas ask for.
+#: Ray's names of the resources that replicas ask for.
 KINDS = {"num_cpus": "CPU", "num_gpus": "GPU"}
 
 
 @frozen
 class FreeResources:
-    """What is free when replicas start.
+    """The free resources when replicas start.
 
     Attributes:
-        asked: What each replica asks for, by Ray's names.
+        asked: The resources that each replica asks for, by Ray's names.
         free: How much of these is free outside of placement groups.
         in_groups: How much is free in placement groups, together.
-        in_a_group: Whether replicas are placed in one.
+        in_a_group: Whether replicas are placed in a placement group.
     """
 
     asked: Mapping[str, float]
@@ -52,7 +52,7 @@ class FreeResources:
         return not self.in_a_group and fits == [False, True]
 
     def described(self) -> str:
-        """What is asked for and what is free, and the way into a placement group."""
+        """A message: which resources are requested and free, and how to use a placement group."""
         asked, free = (
             ", ".join(f"{n:g} {kind}" for kind, n in some.items()) or "nothing"
             for some in (self.asked, self.in_groups if self.in_a_group else self.free)

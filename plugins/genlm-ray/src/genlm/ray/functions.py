@@ -1,4 +1,4 @@
-"""Functions of rows on their way: from the program to the replicas that have the rows."""
+"""Functions of rows, sent from the program to the replicas that have the rows."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ from genlm.core.together import Then, together
 from genlm.core.types import ReductionRequest
 from genlm.ray.hangs import Caller, Hangs
 
-#: The most functions that a replica keeps. A program that makes a new one in every step would fill
-#: its memory; one that has been dropped travels again.
+#: The most functions that a replica keeps. A program that makes a new function in every step would
+#: fill the replica's memory. A dropped function is sent again when it is used.
 KEPT_FUNCTIONS = 1000
 
-#: Arguments that can be pickled, whatever their value.
+#: Types whose values can always be pickled.
 PLAIN = (float, int, str, bytes, bool, type(None))
 
 
 @frozen
 class Code:
-    """A function as it travels."""
+    """A function in the form in which it is sent."""
 
-    key: str  # by which replicas know it: a hash of the bytes
+    key: str  # a hash of the bytes, by which replicas know the function
     pickled: bytes
 
 
 class Functions:
-    """The functions that a program has used. Each is pickled once, as it is when it is first used:
-    what it refers to may not change after that."""
+    """The functions that a program has used. Each is pickled once, when it is first used, so what
+    it refers to may not change afterwards."""
 
     def __init__(self) -> None:
         self._codes: WeakKeyDictionary[together[Any], Code] = WeakKeyDictionary()
 
     def code(self, function: together[Any]) -> Code:
-        """A function that has been pickled."""
+        """The pickled form of a function."""
         return self._codes[function]
 
     def refused(self, requests: Iterable[ReductionRequest]) -> dict[ReductionRequest, Exception]:
-        """Pickle the functions of some requests, and return the requests that cannot travel, each
+        """Pickle the functions of some requests, and return the requests that cannot be sent, each
         with its error."""
         refused: dict[ReductionRequest, Exception] = {}
-        checked: dict[int, Exception | None] = {}  # arguments that callers share, by identity
+        # Arguments that several callers share, by identity.
+        checked: dict[int, Exception | None] = {}
         for request in requests:
             error = self._pickle(request.then.function)
             for given in request.then.given:
@@ -92,17 +93,17 @@ class KnownFunctions:
     """The functions that a replica has.
 
     Args:
-        hangs: Is told when one runs.
+        hangs: Is told when a function runs.
     """
 
     _hangs: Hangs
     _known: OrderedDict[str, together[Any] | Exception] = field(factory=OrderedDict)
 
     def learn(self, key: str, pickled: bytes | None) -> None:
-        """Take a function that has come, or note that it is used.
+        """Load a function that was sent, or note that a known function is used.
 
         Raises:
-            Lacking: it has not come, or was dropped.
+            Lacking: the function was never sent, or was dropped.
         """
         if key in self._known:
             self._known.move_to_end(key)
@@ -120,10 +121,10 @@ class KnownFunctions:
                 self._known.popitem(last=False)
 
     def then(self, key: str, caller: Caller, given: Sequence[Any]) -> Then[Any]:
-        """What a caller has given.
+        """A function together with the arguments of one caller.
 
         Raises:
-            InvalidInputError: its function could not be loaded.
+            InvalidInputError: the function could not be loaded.
         """
         function = self._known[key]
         if isinstance(function, Exception):
@@ -132,13 +133,13 @@ class KnownFunctions:
 
 
 class Lacking(Exception):
-    """A replica lacks a function: send it again."""
+    """A replica lacks a function, which must be sent again."""
 
 
 @frozen
 class Reduced:
-    """What a function has made of a row, pickled by itself: a result that cannot travel concerns
-    its caller alone."""
+    """The result of a function for one row. It is pickled separately, so that a result that cannot
+    be pickled fails only for its own caller."""
 
     pickled: bytes
 
@@ -147,7 +148,7 @@ class Reduced:
         """Raises: EngineError: the result cannot be pickled."""
         try:
             return cls(pickle.dumps(result))
-        except Exception:  # perhaps of a class of the program itself
+        except Exception:  # unpickling may import a class that only the replica has
             pass
         try:
             return cls(ray.cloudpickle.dumps(result))
@@ -158,7 +159,7 @@ class Reduced:
             ) from None
 
     def result(self) -> Any:
-        """The result; or the error in its place."""
+        """The result, or the error in its place."""
         try:
             return pickle.loads(self.pickled)
         except Exception as error:

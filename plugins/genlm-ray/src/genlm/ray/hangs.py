@@ -1,4 +1,5 @@
-"""Functions of rows that do not return: which one runs, for whom, and for how long."""
+"""Detects functions of rows that do not return: which function runs, for which callers, and for how
+long."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from attrs import define, field, frozen
 
 from genlm.core.together import together
 
-#: How long to wait between two looks at what runs.
+#: Seconds between two checks of the running call.
 LOOK_SECONDS = 1.0
 
 
 @frozen(eq=False)
 class Caller:
-    """One who waits for what a function makes of a row.
+    """A caller that waits for the result of a function of a row.
 
     Attributes:
         patience: Seconds that one call of the function may take.
@@ -29,8 +30,8 @@ class Running:
     """A call of a function, on the engine thread.
 
     Attributes:
-        name: The function's.
-        callers: Whose rows it has.
+        name: The name of the function.
+        callers: The callers whose rows it was given.
     """
 
     name: str
@@ -39,16 +40,16 @@ class Running:
 
 @define(eq=False)
 class Hangs:
-    """Looks at the call that runs, from another thread than the engine's."""
+    """Checks the running call, from another thread than the engine's."""
 
     _running: Running | None = field(default=None, init=False)
     _seen: Running | None = field(default=None, init=False)
-    _seconds: float = field(default=0.0, init=False)  # for which it was seen
-    _looked: float = field(default=0.0, init=False)  # when
+    _seconds: float = field(default=0.0, init=False)  # the call that the last check saw
+    _looked: float = field(default=0.0, init=False)  # when that call was first seen
 
     def watched(self, function: together[Any]) -> together[Any]:
-        """The same function, which says when it runs, and for whom: a
-        caller gives itself first."""
+        """The function, wrapped so that it reports when it runs and for which callers. Each caller
+        is its first argument."""
 
         @wraps(function.function)
         def run(rows: Any, callers: list[Caller], *given: list[Any]) -> Any:
@@ -61,8 +62,8 @@ class Hangs:
         return together(run)
 
     def look(self, now: float) -> Running | None:
-        """The call that has taken too long for one of its callers, if there is one. Where much more
-        time has passed than between two looks, this process was stopped, and that does not count.
+        """The running call, if it has taken too long for one of its callers. If much more time has
+        passed than between two checks, the process was stopped; that time does not count.
         """
         passed, self._looked = min(now - self._looked, 2 * LOOK_SECONDS), now
         running = self._running

@@ -1,4 +1,4 @@
-"""The way to one replica: its actor, which Ray starts, names and places."""
+"""The line to one replica: its actor, which Ray starts, names and places."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from genlm.ray.replica import WATCH, Replica
 from genlm.ray.wire import Gone, received
 from ray.exceptions import UnserializableException
 
-#: How many calls a replica takes at a time. The programs ask for far fewer.
+#: How many calls a replica takes at a time, far more than programs make.
 CONCURRENCY = 10_000
 
-#: The class that Ray starts. It is made once, because Ray keeps every class that it is given.
+#: The actor class that Ray starts. It is made once, because Ray keeps every class that it is given.
 ACTOR: Any = ray.remote(concurrency_groups={WATCH: CONCURRENCY})(Replica)
 
-#: What Ray gives in place of an answer that cannot be unpickled; the replica is well.
+#: What Ray returns in place of an answer that cannot be unpickled, although the replica is well.
 UNREADABLE = (ray.exceptions.RaySystemError, UnserializableException)
 
 
@@ -34,27 +34,28 @@ UNREADABLE = (ray.exceptions.RaySystemError, UnserializableException)
 class Line:
     """Starts a replica and calls it.
 
-    Ray could start it again itself (``max_restarts``). It would say one or two seconds later that
-    it has died, and the program must give it its state in any case.
+    Ray's own restarts (``max_restarts``) are not used. With them, a death is reported one or two
+    seconds later, and the program must restore the replica's state in any case.
     """
 
     index: int
-    options: dict[str, Any]  # what Ray is asked for
-    actors: list[Any]  # the handles of all replicas as they are now
-    came: Callable[[Call, concurrent.futures.Future[Any]], None]  # called on any thread
-    made: bool = False  # the actor, by this program, and not joined
-    failure: Exception | None = None  # why there is none
+    options: dict[str, Any]  # the options of the actor
+    actors: list[Any]  # the current handles of all replicas
+    # Called on any thread, with each result.
+    came: Callable[[Call, concurrent.futures.Future[Any]], None]
+    made: bool = False  # whether this program started the actor, and did not join it
+    failure: Exception | None = None  # why there is no actor
 
     @property
     def actor(self) -> Any:
         return self.actors[self.index]
 
     def start(self) -> None:
-        """Start an actor in place of the one before; of a shared fleet, join the one that is
-        there. A program ends its own replicas only."""
+        """Start an actor in place of the previous one. In a shared fleet, join the actor if it
+        exists. A program ends only its own replicas."""
         self.failure = None
         try:
-            name = self.options.get("name", "")  # of a shared fleet
+            name = self.options.get("name", "")  # the names of actors of a shared fleet
             if self.actor is not None and not name:
                 ray.kill(self.actor)
             self.made = True
@@ -84,7 +85,7 @@ class Line:
         ray.cancel(call.reference)
 
     def outcome(self, call: Call, future: concurrent.futures.Future[Any]) -> Any:
-        """What came back, as the fleet takes it."""
+        """The outcome of a call, in the form that the fleet takes."""
         error = future.exception()
         cause = getattr(error, "cause", None) or error
         if error is None:

@@ -9,7 +9,7 @@ from genlm.core.lm import NamedLM
 
 
 class AsyncRayLM(NamedLM):
-    """A language model that several replicas evaluate; make one with :meth:`from_name`."""
+    """A language model that several replicas evaluate; use :meth:`from_name` to create one."""
 
     @classmethod
     def from_name(
@@ -36,6 +36,6 @@ class AsyncRayLM(NamedLM):
 
         ours = {"backend": backend, "replicas": replicas, "backend_opts": backend_opts}
         group = capturing_group() if options.get("name") is None else None
-        if group is not None:  # in a task: other threads than this one do not see it
+        if group is not None:  # in a task of Ray, only this thread knows the placement group
             options["resources"] = {"placement": group, **(options.get("resources") or {})}
         return cls.from_backend("ray", model_id, {**ours, **options})

@@ -1,8 +1,9 @@
-"""The log: what every replica must have beyond the model, in order. Pure.
+"""The log: what every replica must have beyond the model, in order. It does no input or output.
 
-An entry is tried on one replica. It enters the log when it has worked there, and goes to all. If
-another replica rejects it, or dies of it, it is taken back everywhere. A replica that starts again
-gets the log, entry by entry; one that fails then is lost, and not the replica.
+A new entry is tried on one replica. If it works there, it enters the log, and all replicas apply
+it. If another replica rejects it, or dies of it, it is taken back everywhere. A replica that starts
+again applies the log entry by entry. If an entry fails then, the entry is given up, and the replica
+is kept.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from attrs import define, field
 
-#: A replica's method and its arguments.
+#: A method of the replica, and its arguments.
 Action = tuple[Any, ...]
 
 
@@ -21,45 +22,47 @@ class Entry:
     """An adapter, a pinned prompt, or an order to drop all key/value state."""
 
     apply: Action
-    take_back: Action | None = None  # None: it leaves the log once it has been everywhere
-    version: int | None = None  # of the adapter that it is or needs
-    deaths: int = 0  # replicas that died of it, one after the other
+    # None: the entry leaves the log once every replica has applied it.
+    take_back: Action | None = None
+    version: int | None = None  # the version of the adapter that it adds or needs
+    deaths: int = 0  # consecutive deaths of replicas that applied it
 
     @property
     def pinned(self) -> bool:
-        """Whether a clearing drops it."""
+        """Whether the entry is a pinned prompt, which clearing drops."""
         return bool(self.apply[0] == "pin")
 
     def applied_by(self, action: Action) -> bool:
-        """Whether the action adds something, of which a replica may die."""
+        """Whether the action adds the entry to a replica, which may die of it."""
         return action is self.apply and self.take_back is not None
 
 
 @define(eq=False)
 class Change:
-    """A change of the log under way. There is at most one: its caller waits."""
+    """The current change of the log. There is at most one, because its caller waits for it."""
 
-    entry: Entry | None  # what is added; None where something is removed
+    entry: Entry | None  # the entry to add; None if one is removed
     done: Callable[[Exception | None], None]
-    member: Any = None  # where it is tried
-    error: Exception | None = None  # why it failed
+    member: Any = None  # the replica on which the entry is tried
+    error: Exception | None = None  # why the change failed
 
 
 @define(eq=False)
 class Log:
-    """The entries, and the change under way."""
+    """The entries, and the current change."""
 
     entries: dict[Entry, None] = field(factory=dict)
     change: Change | None = None
 
     def on_trial(self) -> Entry | None:
-        """What is being added, and has not worked on any replica so far."""
+        """The entry that is being added, if it has not worked on any replica yet."""
         change = self.change
         tried = change is None or change.error or change.entry in self.entries
         return None if change is None or tried else change.entry
 
     def next_for(self, member: Any, have: dict[Entry, None]) -> tuple[Entry, Action] | None:
-        """What a replica must do next to have what it must have; ``None`` if it has it."""
+        """The next entry and action by which a replica follows the log; ``None`` if nothing is left
+        to do."""
         for entry in have:
             if entry not in self.entries and entry.take_back:
                 return entry, entry.take_back
@@ -77,7 +80,8 @@ class Log:
             self.entries[entry] = None
 
     def failed(self, entry: Entry, error: Exception) -> bool:
-        """An entry leaves the log, or never enters it. Whether its caller still waits for it."""
+        """Remove a failed entry, or keep it from entering the log. Returns whether its caller still
+        waits for it."""
         self.entries.pop(entry, None)
         if self.change is None or self.change.entry is not entry:
             return False
@@ -85,7 +89,7 @@ class Log:
         return True
 
     def remove(self, which: Callable[[Entry], bool]) -> list[Entry]:
-        """Remove entries; returns them."""
+        """Remove entries, and return them."""
         removed = [entry for entry in self.entries if which(entry)]
         for entry in removed:
             del self.entries[entry]

@@ -19,9 +19,9 @@ class Job:
     """A request, and how often replicas have died of it."""
 
     request: Request
-    turn: int = 0  # the place in line, shared by those that came together
-    deaths: int = 0  # replicas that died while this alone was tried there
-    done: bool = False  # answered, or nobody waits for it any more
+    turn: int = 0  # place in the queue, shared by requests that came together
+    deaths: int = 0  # how many replicas died while they computed this request alone
+    done: bool = False  # answered, or no longer wanted
 
 
 def alive(jobs: Iterable[Job]) -> list[Job]:
@@ -68,13 +68,13 @@ class Call:
     member: Member
     action: Action
     jobs: list[Job] = field(factory=list)
-    on_trial: bool = False  # the jobs are suspects
+    on_trial: bool = False  # the jobs are suspected of having killed a replica
     entry: Entry | None = None
-    reference: Any = None  # Ray's
-    journey: Journey | None = None  # goes on with what comes back
+    reference: Any = None  # Ray's reference to the result
+    journey: Journey | None = None  # continues with the result
 
 
-#: Consecutive calls, each of which is made when the one before it has returned.
+#: Consecutive calls. Each is made when the previous one has returned.
 Journey = Generator[Call, Any, None]
 
 
@@ -83,19 +83,19 @@ class Member:
     """One replica, as the program knows it."""
 
     index: int
-    line: Any  # on which it is called
+    line: Any  # the line on which the replica is called
     state: State = State.STARTING
-    since: float = 0.0  # when it came into that state
+    since: float = 0.0  # when the replica entered this state
     heard_at: float = 0.0
     life: int = 0
-    failures: int = 0  # starts that failed, one after the other
-    refusals: int = 0  # among these, loads that raised an error
+    failures: int = 0  # consecutive failed starts
+    refusals: int = 0  # those of these starts in which loading raised an error
     calls: set[Call] = field(factory=set)
     have: dict[Entry, None] = field(factory=dict)
-    functions: set[str] = field(factory=set)  # the keys of those that it was sent
+    functions: set[str] = field(factory=set)  # the keys of the functions that it was sent
     died_of: Entry | None = None
-    waiting: Waiting = field(factory=Waiting)  # for this replica
-    trial: Waiting | None = None  # suspects that it tries, as soon as nothing else is in flight
+    waiting: Waiting = field(factory=Waiting)  # the jobs that wait for this replica
+    trial: Waiting | None = None  # suspects that it tries once nothing else is in flight
 
     @property
     def ready(self) -> bool:

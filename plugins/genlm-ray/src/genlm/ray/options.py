@@ -12,16 +12,16 @@ from genlm.core.errors import InvalidOptionError
 from genlm.core.options import refuse_unknown
 from genlm.core.plugins import find_backend
 
-#: Where named replicas have their names.
+#: Ray's namespace for the names of replicas.
 NAMESPACE = "genlm"
 
-#: What a replica may ask of its node, and how replicas are placed.
+#: The resources that a replica may request, and the option that says how replicas are placed.
 RESOURCES = ("num_cpus", "num_gpus", "placement")
 
-#: Where options belong that are not Ray's.
+#: The hint for an unknown option that the inner backend may have.
 OF_THE_INNER = "one of the inner backend, such as hf_opts or engine_opts, goes in backend_opts"
 
-#: Ray's names for our placements.
+#: Ray's scheduling strategy for each named placement.
 STRATEGIES = {"spread": "SPREAD", "pack": "DEFAULT"}
 
 
@@ -37,8 +37,8 @@ def is_group(placement: object) -> bool:
 
 
 def capturing_group() -> Any:
-    """The placement group that captures what is started here. Ray knows it on all threads of an
-    actor, and of a task on its own thread only."""
+    """The placement group that captures actors started here. In an actor, Ray knows it on all
+    threads; in a task, only on the task's own thread."""
     import ray
     from ray.util.placement_group import get_current_placement_group
 
@@ -89,7 +89,7 @@ class RayOptions:
 
         Raises:
             BackendNotFoundError: the inner backend is not installed here.
-            InvalidOptionError: one is unknown or out of range.
+            InvalidOptionError: an option is unknown or out of range.
         """
         known = [attribute.name for attribute in fields(cls)]
         refuse_unknown("ray", options, known, others=OF_THE_INNER)
@@ -110,7 +110,7 @@ class RayOptions:
             )
         if own.backend == "ray":
             raise InvalidOptionError("backend='ray' cannot be inside 'ray'; name the engine's own")
-        find_backend(own.backend)  # a misspelt name is refused now, not by a replica later
+        find_backend(own.backend)  # reject a misspelt name now, and not later in a replica
         import ray
 
         try:
@@ -142,7 +142,7 @@ class RayOptions:
         """Where Ray puts replicas."""
         placement = self.resources.get("placement", "spread")
         group = placement if is_group(placement) else None
-        if group is None and self.name is None:  # a fleet with a name outlives the group
+        if group is None and self.name is None:  # a fleet with a name outlives the placement group
             group = capturing_group()
         if group is None:
             return STRATEGIES[placement]
@@ -151,14 +151,14 @@ class RayOptions:
         return PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
 
     def actor_options(self, index: int) -> dict[str, Any]:
-        """What Ray is asked for, for one replica."""
+        """The options with which Ray starts the actor of one replica."""
         asked: dict[str, Any] = {
             "num_cpus": self.resources.get("num_cpus", 1),
             "num_gpus": self.resources.get("num_gpus", 0),
             "scheduling_strategy": self._strategy(),
         }
         if self.name is not None:
-            # Whatever namespace the program is connected in.
+            # This works from any namespace to which the program is connected.
             named = {"name": f"genlm-{self.name}-{index}", "namespace": NAMESPACE}
             asked |= {**named, "lifetime": "detached", "get_if_exists": True}
         return asked

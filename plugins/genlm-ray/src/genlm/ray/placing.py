@@ -1,9 +1,10 @@
-"""Where requests wait, and which call is made next. It knows neither Ray nor the time.
+"""Where requests wait, and which call is made next. This module knows neither Ray nor the time.
 
-A request waits at the replica that knows its prefix, and leaves in a bounded portion. A replica
-that is free takes over half of what waits at another. What a replica was computing when it died is
-suspect. Suspects are tried on a replica that has nothing else to do: all of them first, for most
-deaths are nobody's fault, and if it dies again in ever smaller groups, down to one that is alone.
+A request waits at the replica that knows its prefix, and is sent with others in a portion of
+limited size. A free replica takes over half of the requests that wait at another. The requests that
+a replica was computing when it died are suspects. They are tried on a replica that has nothing else
+to do. At first all are tried together, since most deaths have other causes. If the replica dies
+again, they are tried in ever smaller groups, down to a single request.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from genlm.core.types import Query, ReductionRequest, SampleRequest, ScoreReques
 from genlm.ray.affinity import Affinity
 from genlm.ray.member import Job, Member, Waiting, alive
 
-#: For each kind, how many requests go in a call, and how many calls a replica has in flight: one
-#: at work, one that comes next. Draws end one by one, so each is a call of its own.
+#: For each kind, how many requests a call has, and how many calls a replica has in flight: one
+#: being computed and one that comes next. Samples end one by one, so each has a call of its own.
 LIMITS: dict[type, tuple[int, int]] = {
     Query: (256, 2),
     ReductionRequest: (256, 2),
@@ -25,10 +26,10 @@ LIMITS: dict[type, tuple[int, int]] = {
     SampleRequest: (1, 64),
 }
 
-#: How many replicas may die while they compute one request alone, before the request fails.
+#: How many replicas may die while they compute one request alone before the request fails.
 MAX_DEATHS = 3
 
-#: How many replicas try suspects at a time, and into how many groups suspects are split.
+#: How many replicas try suspects at a time, and into how many groups suspects are divided.
 TRIALS, GROUPS = 2, 8
 
 #: A replica, the jobs of one call to it, and whether they are suspects.
@@ -40,11 +41,11 @@ class Placing:
 
     def __init__(self) -> None:
         self._ready: list[Member] = []
-        self._homeless: list[Job] = []  # while no replica is ready
+        self._homeless: list[Job] = []  # jobs that wait until a replica is ready
         self._suspects: deque[list[Job]] = deque()
         self._turns = itertools.count()
         self.affinity: Affinity[Member] = Affinity()
-        self.busy: set[Member] = set()  # where another program tries something, for some time
+        self.busy: set[Member] = set()  # replicas on which another program is trying suspects
 
     def join(self, member: Member) -> None:
         """Note that a replica is ready."""
@@ -63,7 +64,8 @@ class Placing:
         return jobs
 
     def _place(self, jobs: Iterable[Job]) -> None:
-        """Put jobs where their prefixes are, if possible not where suspects are tried."""
+        """Let jobs wait at the replicas that know their prefixes, if possible not where suspects
+        are tried."""
         members = [member for member in self._ready if member.trial is None] or self._ready
         loads = {member: len(member.waiting) + member.in_flight() for member in members}
         jobs = list(jobs)
@@ -83,7 +85,7 @@ class Placing:
         self._suspects = deque(filter(None, map(alive, self._suspects)))
 
     def next(self, coming: bool) -> Portion | None:
-        """The next call to make; ``coming`` says that another replica will soon be ready."""
+        """The next call to make. ``coming`` says whether another replica will soon be ready."""
         self._assign_suspects(coming)
         return next(filter(None, map(self._portion, self._ready)), None) or self._relieve()
 
@@ -91,7 +93,7 @@ class Placing:
         """The next call to a replica."""
         flying = [type(call.jobs[0].request) for call in member.asked]
         if member.trial is not None and not member.trial and not flying:
-            member.trial = None  # all have been answered: they are innocent
+            member.trial = None  # all suspects have been answered, so they are innocent
         if member.trial is not None and flying and not member.trying:
             return None
         waiting = member.waiting if member.trial is None else member.trial
@@ -108,7 +110,8 @@ class Placing:
         free = next((member for member in self._ready if member.free), None)
         if free is None:
             return None
-        # Not on a replica on which another program tries suspects: it would reject them for ever.
+        # Not a replica on which another program tries suspects, because it would reject these again
+        # and again.
         alone = next((each for each in self._ready if each.free and each not in self.busy), None)
         for member in self._ready:
             if member.trial is not None and not member.trying and alone is not None:
@@ -133,8 +136,8 @@ class Placing:
         self._place(moved)
 
     def _may_try_on_last(self, member: Member, coming: bool) -> bool:
-        """Whether a replica may try suspects: while it has no other requests; or in turn with them,
-        if no other replica will be ready for these."""
+        """Whether the only replica may try suspects. It may if it has no other requests; or, in
+        turn with these, if no other replica will soon be ready for them."""
         if len(self._ready) > 1:
             return False
         if not member.waiting and member.free:

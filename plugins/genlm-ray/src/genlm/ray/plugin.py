@@ -1,4 +1,4 @@
-"""What the entry point ``ray`` names. Importing it imports no engine, and not Ray."""
+"""The module that the entry point ``ray`` names. Importing it imports neither an engine nor Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def genlm_backend_info() -> BackendInfo:
         summary="replicas of another backend on a Ray cluster",
         engine="ray",
         needs=("ray",),
-        preference=-1,  # never chosen automatically: starting a cluster is for people to decide
+        # Never chosen automatically, because starting a cluster is the user's decision.
+        preference=-1,
     )
 
 

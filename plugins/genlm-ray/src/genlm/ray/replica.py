@@ -1,11 +1,11 @@
-"""A replica: one model in an actor's process, asked by any number of programs.
+"""A replica: one model in an actor's process, which any number of programs may call.
 
-An asyncio actor around an ordinary :class:`~genlm.core.AsyncLM`. So validation, batching across
-calls, failure isolation and cancellation are the core's here too, and a row that is asked during a
-long draw joins the engine's next step.
+It is an asyncio actor around an ordinary :class:`~genlm.core.AsyncLM`. So the core does the
+validation, the batching across calls, the failure isolation and the cancellation here too, and a
+row that is requested during a long sample joins the engine's next step.
 
-What a program has here, its adapters, pinned prompts and calls, is its session. It ends with the
-program: when it leaves, or when the replica has not heard from it for too long.
+A program's adapters, pinned prompts and calls on this replica are its session. The session ends
+when the program leaves, or when the replica has not heard from it for too long.
 """
 
 from __future__ import annotations
@@ -44,37 +44,38 @@ from genlm.ray.wire import (
 
 Method = Callable[..., Coroutine[Any, Any, Any]]
 
-#: The group of the calls that no amount of work can block: they have a thread of their own.
+#: The concurrency group of calls that no amount of work can delay, because they have a thread of
+#: their own.
 WATCH = "watch"
 in_watch: Callable[[Method], Method] = ray.method(concurrency_group=WATCH)
 
-#: The most seconds for which suspects of one program keep suspects of another program waiting.
+#: The most seconds for which suspects of one program keep suspects of another waiting.
 TURN_SECONDS = 10.0
 
-#: The package that transformers makes of the code of models.
+#: The package in which transformers puts the code of models.
 OWN_CODE = "transformers_modules"
 
-#: Seconds between the last message of a replica and the end of its process: the message is sent
-#: in this time.
+#: Seconds between the last message of a replica and the end of its process. The message is sent in
+#: this time.
 FAREWELL_SECONDS = 0.5
 
 
 @define(eq=False)
 class ProgramSession:
-    """What one program has here."""
+    """The adapters, pinned prompts and calls of one program on this replica."""
 
     life: int
-    patience: float  # seconds that a call of one of its functions may take
+    patience: float  # the most seconds that a call of one of its functions may take
     heard_at: float = field(factory=time.monotonic)
     over: bool = False
-    tasks: set[Any] = field(factory=set)  # that end with it
+    tasks: set[Any] = field(factory=set)  # the tasks that end with the session
     changing: asyncio.Lock = field(factory=asyncio.Lock)
     adapters: set[str] = field(factory=set)
     pinned: dict[Ask, None] = field(factory=dict)
 
 
 def in_session(method: Method) -> Method:
-    """A method whose errors survive the way, and that ends with its program's session."""
+    """Wrap a method so that its errors can be sent, and that it ends with its program's session."""
 
     @wraps(method)
     async def call(self: Replica, token: Token, *args: Any) -> Any:
@@ -95,20 +96,20 @@ def in_session(method: Method) -> Method:
 
 
 def send_own_code() -> None:
-    """Have classes of the model's own code (``trust_remote_code``), such as its tokenizer's, travel
-    with their code: the program cannot import it."""
+    """Pickle classes of the model's own code (``trust_remote_code``), such as its tokenizer,
+    together with their code, which the program cannot import."""
     for name, module in [*sys.modules.items()]:
         if name.partition(".")[0] == OWN_CODE:
             ray.cloudpickle.register_pickle_by_value(module)
 
 
 def exit_soon() -> None:
-    """End the process, once what has been said has left."""
+    """End the process, once its last messages have been sent."""
     asyncio.get_running_loop().call_later(FAREWELL_SECONDS, os._exit, 1)
 
 
 class InnerLM(AsyncLM):
-    """Without installed wrappers: they go around the program's model, and would change rows
+    """A model without the installed wrappers. They wrap the program's model, and would change rows
     twice."""
 
     def _installed_wrappers(self) -> list[object]:
@@ -116,29 +117,33 @@ class InnerLM(AsyncLM):
 
     @property
     def lacking(self) -> Mapping[str, str]:
-        """Why the engine has not some hooks."""
+        """For each missing hook of the engine, why it is missing."""
         return self._engine.lacking
 
 
 class Replica:
-    """Loads in a method, not in the constructor, so that the inner backend's error reaches the
-    user as it is."""
+    """The actor. It loads in a method and not in the constructor, so that the inner backend's error
+    reaches the user unchanged."""
 
-    lm: InnerLM  # once it is loaded
+    lm: InnerLM  # exists once the model is loaded
 
     def __init__(self) -> None:
         self._loading = asyncio.Lock()
         self._serves: tuple[Any, ...] = ()  # backend, model and options
-        self._pickled = b""  # these options as they came: wrappers among them change with use
-        self._width: int | None = None  # of rows as they travel, once it is loaded
+        # The options as they were sent: wrappers among them may change with use.
+        self._pickled = b""
+        # The width of rows as they are sent, known once the model is loaded.
+        self._width: int | None = None
         self._sessions: dict[str, ProgramSession] = {}
         self._hangs = Hangs()
         self._functions = KnownFunctions(self._hangs)
         self._hung: asyncio.Future[Running] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._beats: asyncio.AbstractEventLoop | None = None  # on which the watch's calls run
-        self._trying: list[tuple[ProgramSession, float]] = []  # suspects: whose, and since when
-        self._over: Exception | None = None  # why it takes no more calls
+        # The loop on which the watch's calls run.
+        self._beats: asyncio.AbstractEventLoop | None = None
+        # For each trial of suspects, its program and when it began.
+        self._trying: list[tuple[ProgramSession, float]] = []
+        self._over: Exception | None = None  # why the replica takes no more calls
         self._ending = asyncio.Event()
 
     # --- programs that come and go ----------------------------------------------------------------
@@ -146,17 +151,18 @@ class Replica:
     async def open(
         self, token: Token, lease: float | None, patience: float, *model: Any
     ) -> Description:
-        """Begin a session, without adapters and pinned prompts; load the model if it is not there.
+        """Begin a session without adapters and pinned prompts, and load the model if necessary.
 
         Args:
             token: The session.
-            lease: Seconds for which it may not be heard of; ``None`` is no limit.
-            patience: Seconds that a call of one of its functions of rows may take.
+            lease: Seconds after which a silent session ends; ``None`` means no limit.
+            patience: The most seconds that a call of one of the program's functions of rows may
+                take.
             *model: The backend, the model's name and the options.
 
         Raises:
             InvalidOptionError: this replica serves another model (of a fleet of the same name).
-            Exception: what the backend raises.
+            Exception: the backend's own error.
         """
         program, life = token
         await self._finish(program)
@@ -164,7 +170,7 @@ class Replica:
             raise self._over
         session = self._sessions[program] = ProgramSession(life, patience)
         try:
-            async with self._loading:  # several programs may come at once
+            async with self._loading:  # several programs may open sessions at once
                 await self._load(*model)
         except Exception as error:
             self._sessions.pop(program, None)
@@ -173,8 +179,8 @@ class Replica:
         if lease is not None:
             session.tasks.add(asyncio.create_task(self._expire(program, session, lease)))
         lm = self.lm
-        # Rows have the tokenizer's width here; ids beyond it mean nothing to anybody. Nor do those
-        # that the model lacks, for which the program's core has -inf again.
+        # Rows are sent with the tokenizer's width, since ids beyond it mean nothing. Ids that the
+        # model lacks are left out too; the program's core fills them with -inf again.
         self._width = min(lm.context([0]).vocab_size, len(lm.byte_vocab))
         hooks = frozenset(hook for hook in HOOKS if lm.supports(hook))
         limit, ends = lm.max_context, lm.eos_token_ids
@@ -183,7 +189,7 @@ class Replica:
     async def _load(self, backend: str, model: str, options: Mapping[str, Any]) -> None:
         pickled = ray.cloudpickle.dumps(options)
         if not self._serves:
-            # Rows are cached where they are asked, once.
+            # Rows are cached once, in the program.
             ours = options if "cache_opts" in options else {"cache_size": 0, **options}
             self.lm = await asyncio.to_thread(InnerLM.from_backend, backend, model, ours)
             send_own_code()
@@ -199,7 +205,7 @@ class Replica:
             )
 
     async def _expire(self, program: str, session: ProgramSession, lease: float) -> None:
-        """End a session that has not been heard of."""
+        """End a session that has been silent for too long."""
         while (left := session.heard_at + lease - time.monotonic()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left)
         await self._finish(program)
@@ -212,7 +218,7 @@ class Replica:
         session.over = True
         for task in session.tasks - {asyncio.current_task()}:
             task.cancel()
-        async with session.changing:  # what is being added is here when that has ended
+        async with session.changing:  # wait until the entry that is being added is there
             for key in session.adapters:
                 with contextlib.suppress(Exception):
                     await asyncio.to_thread(self.lm.remove_lora, key)
@@ -223,8 +229,9 @@ class Replica:
         """End a program's session.
 
         Returns:
-            Whether the process ends, too: it is to ``end``, no other program uses it, and it has
-            not rejected this one. It does so by itself, for the one that asked may be gone.
+            Whether the process ends too. It does if ``end`` is true, no other program uses it, and
+            it has not rejected this program. It ends by itself, since the calling program may have
+            ended by then.
         """
         refused = self._serves and token[0] not in self._sessions
         await self._finish(token[0])
@@ -238,7 +245,7 @@ class Replica:
 
     @in_watch
     async def beat(self, token: Token, seconds: float) -> None:
-        """Come back after some time, also while the engine is at work."""
+        """Return after some time, even while the engine is at work."""
         self.session(token).heard_at = time.monotonic()
         self._beats = asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
@@ -246,32 +253,34 @@ class Replica:
         self.session(token).heard_at = time.monotonic()
 
     def _hanging(self) -> asyncio.Future[Running]:
-        """Has the call of a function that hangs, once there is one."""
+        """A future that resolves to the call of a function that hangs."""
         if self._hung is None:
             self._hung = asyncio.get_running_loop().create_future()
         return self._hung
 
     async def _watch_functions(self) -> None:
-        """End the process when a function of rows hangs, for the engine's thread is lost to it."""
+        """End the process when a function of rows hangs, because it occupies the engine's thread
+        for ever."""
         while (running := self._hangs.look(time.monotonic())) is None:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_SECONDS)
         self._over = Gone(f"{running.name} did not return", computing=False)
         self._hanging().set_result(running)
         exit_soon()
-        await asyncio.sleep(FAREWELL_SECONDS / 2)  # the answers first
+        await asyncio.sleep(FAREWELL_SECONDS / 2)  # let the answers leave first
         if self._beats is not None:
             self._beats.call_soon_threadsafe(self._ending.set)
 
     @in_watch
     async def end(self) -> None:
-        """Say to all programs that the fleet has been ended, and end."""
+        """Tell all programs that the fleet has been ended, and end the process."""
         self._over = Gone("the fleet has been ended", computing=False, ended=True)
         self._ending.set()
         exit_soon()
         await asyncio.sleep(FAREWELL_SECONDS)
 
     def die(self, error: Exception) -> None:
-        """The engine cannot go on: end the process, so that Ray gives all of it back."""
+        """End the process after a fatal error of the engine, so that Ray frees all its
+        resources."""
         if self._over is None:
             self._over = error
             exit_soon()
@@ -280,7 +289,7 @@ class Replica:
         """The session of a call.
 
         Raises:
-            Exception: why there is none any more.
+            Exception: why the session no longer exists.
         """
         if self._over is not None:
             raise self._over
@@ -309,8 +318,8 @@ class Replica:
         return sent(found)
 
     async def _found(self, session: ProgramSession, asked: Sequence[Ask]) -> list[Any]:
-        """The result of each request, or the error in its place. Once a function hangs, what is
-        there."""
+        """The result of each request, or the error in its place. If a function hangs, unfinished
+        requests stay unanswered."""
         callers = [Caller(session.patience) for _ in asked]
         tasks = [*map(asyncio.ensure_future, map(self._answer, asked, callers))]
         answered = asyncio.gather(*tasks, return_exceptions=True)
@@ -353,20 +362,22 @@ class Replica:
         _: bytes | None,
         given: Sequence[Any],
     ) -> Reduced:
-        """What a function makes of a row."""
+        """The result of a function for a row."""
         then = self._functions.then(key, caller, given)
         try:
             return Reduced.of(await self.lm.next_token_logprobs(ids, lora_name=lora, then=then))
         except (EngineDeadError, ModelClosedError) as error:
-            self.lm.__enter__()  # raises if it is this model that has ended
+            self.lm.__enter__()  # raises if it was this model that ended
             raise EngineError(f"a function of rows raised {describe_error(error)}") from None
 
     @contextlib.contextmanager
     def _trial(self, session: ProgramSession) -> Iterator[None]:
-        """Suspects of one program, and none of another, or these would be blamed too.
+        """Inside the block, this program alone tries suspects; otherwise another program's suspects
+        could be blamed for a death too.
 
         Raises:
-            Busy: those of another are tried, and have not proved themselves by taking long.
+            Busy: suspects of another program are being tried, and have not run for ``TURN_SECONDS``
+                yet.
         """
         now = time.monotonic()
         if any(
@@ -411,7 +422,7 @@ class Replica:
 
     @in_session
     async def clear(self, session: ProgramSession) -> None:
-        """Drop all key/value state but what other programs have pinned."""
+        """Drop the whole KV cache, except for prompts that other programs have pinned."""
         async with session.changing:
             session.pinned.clear()
             await self._clear()
@@ -419,7 +430,7 @@ class Replica:
     async def _clear(self) -> None:
         await asyncio.to_thread(self.lm.clear_kv_cache)
         for asked in [ask for session in self._sessions.values() for ask in session.pinned]:
-            with contextlib.suppress(Exception):  # its adapter may be gone by now
+            with contextlib.suppress(Exception):  # its adapter may have been removed meanwhile
                 await self._pin(asked)
 
     async def _pin(self, asked: Ask) -> None:
@@ -427,14 +438,15 @@ class Replica:
 
 
 def _result(task: asyncio.Task[Any]) -> Any:
-    """What a task has given, or its error."""
+    """The result of a task, or its error."""
     if task.cancelled():
         return Unanswered()
     return task.exception() or task.result()
 
 
 def _left(caller: Caller, hung: Running) -> Any:
-    """What a caller gets that is not answered when a function hangs."""
+    """The result for a caller that has no answer when a function hangs: an error if its row was
+    given to that function."""
     if caller not in hung.callers:
         return Unanswered()
     return EngineError(

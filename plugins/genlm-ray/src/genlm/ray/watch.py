@@ -1,9 +1,10 @@
-"""The one judge of death. Pure: the time is given.
+"""The watch alone decides whether a replica is dead. It does no input or output, and is given the
+time.
 
-Ray says when a replica's process or node has died: one call to it is always under way, so that this
-is known at once, whether it has work or not. That call comes back every ``PULSE`` seconds, by a
-concurrency group of its own, past any amount of work. A replica where it does not hangs, which Ray
-does not notice.
+One call to each replica is always under way, even if the replica has no work, so Ray reports the
+death of its process or node at once. This call returns every ``PULSE`` seconds. It has a
+concurrency group of its own, so that no amount of work delays it. If it does not return, the
+replica hangs, which Ray does not notice.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ from attrs import define, field
 
 from genlm.ray.member import Member, State
 
-#: Seconds that a call of the watch takes, and after how many times that without an answer a replica
-#: counts as dead.
+#: How many seconds a call of the watch takes, and after how many such times without an answer a
+#: replica counts as dead.
 PULSE, SILENT = 10.0, 6
 
-#: After how many pulses without a message a replica drops the adapters and the pinned prompts of a
-#: program.
+#: After this many pulses without a message from a program, a replica drops the program's adapters
+#: and pinned prompts.
 LEASE_PULSES = 4
 
-#: How often a replica may refuse to load, one time after the other, before it counts as lost. One
-#: that dies may do so by a neighbour's fault: it has as long as all replicas may be away.
+#: How often in a row loading may raise an error before the replica counts as lost. Deaths while
+#: loading are not counted, since another program's request may cause them; they are limited by the
+#: time for which all replicas may be away.
 MAX_REFUSED_STARTS = 3
 
-#: Seconds between two tries to start a replica, at most; and for which one that is starting is
-#: expected to be there soon.
+#: The most seconds between two attempts to start a replica, and the seconds within which a starting
+#: replica is expected to be ready.
 REST, HOPE = 60.0, 60.0
 
 
@@ -38,13 +40,13 @@ class Watch:
     members: Sequence[Member]
     patience: float  # seconds for which all replicas may be lost
     _seen: float
-    now: float = 0.0  # as the program lived it: while it was stopped, no time passed
+    now: float = 0.0  # the program's own time, which does not pass while the process is stopped
     alive_at: float = 0.0  # when a replica was last ready
     pulse: float = field(factory=lambda: PULSE)  # seconds that a call of the watch takes
 
     def look(self, now: float) -> list[Member]:
-        """The replicas whose time is over: they have not been heard of, have been loading for too
-        long, or have rested."""
+        """The replicas whose time is over: silent ones, ones that have been loading for too long,
+        and ones that have rested long enough."""
         self.now += min(now - self._seen, self.pulse / 2)
         self._seen = now
         if any(member.ready for member in self.members):
@@ -52,7 +54,7 @@ class Watch:
         return [member for member in self.members if self.now >= self._due(member)]
 
     def _due(self, member: Member) -> float:
-        rest: float = min(2 ** (member.failures - 1), REST)  # an int has no largest
+        rest: float = min(2 ** (member.failures - 1), REST)  # an int could grow without bound
         limits = {State.STARTING: self.patience, State.RESTING: rest}
         return member.heard_at + limits.get(member.state, SILENT * self.pulse)
 
@@ -61,7 +63,7 @@ class Watch:
         member.since = member.heard_at = self.now
 
     def awaited(self, member: Member, seconds: float) -> bool:
-        """Whether a replica is about to be ready, and has been for no longer than that."""
+        """Whether a replica is starting, and has been for less than ``seconds``."""
         starts = member.state in (State.STARTING, State.LOADED)
         return starts and self.now < member.since + seconds
 

@@ -1,6 +1,7 @@
-"""What travels between the program and a replica: requests, results and errors.
+"""The form in which requests, results and errors are sent between the program and a replica.
 
-A ``Query`` would bring along its ``Context``, whose hashes mean nothing in another process.
+A ``Query`` is not sent itself, since it contains its ``Context``, whose hashes mean nothing in
+another process.
 """
 
 from __future__ import annotations
@@ -42,26 +43,27 @@ Token = tuple[str, int]
 
 
 class Gone(Exception):
-    """A replica is lost to the program. It computes nothing for it any more."""
+    """A replica is lost to the program, and computes nothing more for it."""
 
     def __init__(self, why: str, computing: bool = True, ended: bool = False) -> None:
         super().__init__(why)
-        self.computing = computing  # it may have died of what it was computing
-        self.ended = ended  # somebody ended the fleet on purpose
+        self.computing = computing  # the request that it was computing may have killed it
+        self.ended = ended  # a program ended the fleet on purpose
 
 
 class Busy(Exception):
-    """Another program tries suspects on the replica: ask again later."""
+    """Another program is trying suspects on the replica; ask again later."""
 
 
 @frozen
 class Unanswered:
-    """In the place of a result: the replica ends, by no fault of this request. Ask elsewhere."""
+    """Stands in place of a result: the replica ends through no fault of this request, which must be
+    sent elsewhere."""
 
 
 @frozen
 class Description:
-    """What a replica says of its engine when it has loaded it."""
+    """A replica's description of its engine, once it is loaded."""
 
     hooks: frozenset[str]
     tokenizer: Any
@@ -91,7 +93,8 @@ def adapter_key(version: int, program: str) -> str:
 
 
 def absolute(path: str) -> str:
-    """A folder that is here as it is found from any other one: replicas run elsewhere."""
+    """The absolute path of a local folder, since replicas run in other folders. Names of models
+    stay as they are."""
     return os.path.abspath(path) if os.path.isdir(str(path)) else path
 
 
@@ -120,19 +123,20 @@ def received(arrived: Sent) -> list[Any]:
 
 
 class Lent:
-    """An array that is only read, without the mark that says so: PyTorch would warn of it."""
+    """A read-only array without the read-only mark, for which PyTorch would log a warning."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = array  # kept alive
+        self._array = array  # keeps the memory alive
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
 def portable(error: BaseException) -> Exception:
-    """An error as it can travel: itself if it survives pickling, else its text."""
+    """An error in a form that can be sent: the error itself if it survives pickling, otherwise an
+    error with its text."""
     try:
         if isinstance(error, Exception):
             pickle.loads(pickle.dumps(error))
             return error
-    except Exception:  # an exception class may refuse in any way
+    except Exception:  # an exception class may fail in any way
         pass
     return EngineError(f"{type(error).__name__} in a replica: {error}")
