@@ -167,6 +167,7 @@ class Batcher:
         self._stepping = False  # whether a step is running and has not been woken
         self._drops = False  # whether the executor drops requests
         self._wakes = False  # whether a step that is woken ends early
+        self._departed = False  # whether a caller has gone since requests were last dropped
         self._stopping = self._ended = self._exiting = False
         # Makes the error for every later caller. A raised error keeps its callers' frames, and with
         # them the model: one error kept here would keep the model alive as long as the model keeps
@@ -326,6 +327,7 @@ class Batcher:
     def _caller_done(self, future: Future[Any]) -> None:
         if future.cancelled():
             with self._lock:
+                self._departed = True
                 self._notify()
 
     # --- who may ask ------------------------------------------------------------------------------
@@ -489,7 +491,7 @@ class Batcher:
                     self._hold_open()
                 if self._stopping:
                     return None
-                dropped = lanes.drop() if self._drops and lanes.in_flight else []
+                dropped = self._dropped() if self._drops and lanes.in_flight else []
                 work = lanes.take(dropping=bool(dropped))
                 if isinstance(work, Task):
                     return work
@@ -497,6 +499,14 @@ class Batcher:
                     self._stepping = True
                     return work, dropped
                 self._sleep()
+
+    def _dropped(self) -> list[Any]:
+        """Take requests without callers out of flight. Not looked for in every step if callers say
+        that they go: a step that is woken often would look at thousands of requests each time."""
+        if self._wakes and not self._departed:
+            return []
+        self._departed = False
+        return self._lanes.drop()
 
     def _hold_open(self) -> None:
         """Wait up to ``timeout`` for the batch to fill. A task or the end of the model ends the
@@ -548,6 +558,7 @@ class Batcher:
                 for call, _ in callers:
                     if call.fail(result):
                         ended.append(call)
+                        self._departed = True  # its other requests lose a caller
                         result = another(result)  # for the next one
         if suspects:
             with self._lock:

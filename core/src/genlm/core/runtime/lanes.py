@@ -52,6 +52,11 @@ class Call(Generic[T]):
         self.results: list[Any] = [None] * self.left
         self.error: Exception | None = None
 
+    @property
+    def gone(self) -> bool:
+        """Whether its caller needs no more results: it was cancelled, or has an error."""
+        return self.error is not None or self.future.done()
+
     def give(self, at: int, result: Any) -> bool:
         """Take the result of one of the requests. Returns whether it was the last, so that the call
         ends."""
@@ -327,7 +332,7 @@ class Lanes:
         dropped = [
             request
             for request, callers in self.in_flight.items()
-            if all(call.future.done() for call, _ in callers)
+            if callers[0][0].gone and all(call.gone for call, _ in callers)
         ]
         for request in dropped:
             self._counters["cancelled"] += len(self.in_flight.pop(request))
