@@ -14,7 +14,15 @@ import pytest
 import structlog
 import torch
 
-from genlm.core import Answer, AsyncLM, EngineDeadError, EngineError, ModelClosedError, hookimpl
+from genlm.core import (
+    Answer,
+    AsyncLM,
+    EngineDeadError,
+    EngineError,
+    ModelClosedError,
+    hookimpl,
+    together,
+)
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine
 
 from .conftest import PATIENCE, gathered
@@ -123,6 +131,24 @@ async def test_an_engine_that_does_not_name_dropped_runs_requests_to_their_end()
         assert kinds(engine.in_flight) == ["Query", "SampleRequest"]
         engine.finish()
         assert torch.equal(await row, row_of(2))
+
+
+async def test_an_exception_of_a_function_ends_its_batch_call_and_drops_its_other_requests():
+    engine = Elsewhere()
+    inverse = together(lambda rows, numbers: [1 / number for number in numbers])
+    with model_of(engine) as lm:
+        cached = later(lm.next_token_logprobs([1]))
+        await engine.step_with(0)
+        engine.finish()
+        await cached
+        asked = later(lm.batch_next_token_logprobs([[1], [2]], then=map(inverse, (0, 1))))
+        await engine.step_with(0)
+        other = later(lm.next_token_logprobs([3]))  # wakes the step: the row of [1] is given
+        assert [query.token_ids for query in await engine.step_with(1)] == [(2,)]
+        engine.finish()
+        assert torch.equal(await other, row_of(3))
+        with pytest.raises(ZeroDivisionError):
+            await asked
 
 
 def test_a_task_wakes_the_engine_and_waits_until_nothing_is_in_flight():

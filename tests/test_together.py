@@ -388,6 +388,19 @@ def test_a_batch_call_takes_one_for_all_or_one_for_each(mock, ranked, options):
     assert lm.batch_next_token_logprobs_sync([], then=ranked.then(0)) == []
 
 
+@BOTH
+def test_a_batch_call_shares_calls_of_a_function_with_other_callers(mock, ranked, options):
+    lm = mock(**options)
+    batch, one, row = gathered(
+        lm.batch_next_token_logprobs([[1], [2], [1]], then=map(ranked.then, range(3))),
+        lm.next_token_logprobs([3], then=ranked.then(0)),
+        lm.next_token_logprobs([2]),
+    )
+    assert ranked.calls == [4]
+    assert batch == [Ranked.of(row_of(1), 0), Ranked.of(row, 1), Ranked.of(row_of(1), 2)]
+    assert one == Ranked.of(row_of(3), 0)
+
+
 def test_a_batch_call_refuses_another_number_of_them(mock, gate, ranked):
     lm = mock()
     with pytest.raises(InvalidInputError, match="2 contexts and 3 of then"):

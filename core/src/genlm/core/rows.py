@@ -17,9 +17,9 @@ from genlm.core.drawer import Draw, TokenDrawer
 from genlm.core.errors import InvalidQueryError
 from genlm.core.hints import known_keywords
 from genlm.core.known_contexts import KnownContexts
-from genlm.core.runtime.askers import all_of, blocking
+from genlm.core.runtime.askers import blocking
 from genlm.core.runtime.batcher import Batcher
-from genlm.core.runtime.combiners import Combiner
+from genlm.core.runtime.combiners import Combiner, EachCombiner
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.text import TextMixin
 from genlm.core.together import Then, Thens, each_of
@@ -128,10 +128,11 @@ class RowsMixin(TextMixin):
         if then is None:
             return await self._rows(queries)
         thens = each_of(then, len(queries))
-        if queries and self._engine.reduces:  # results, which are small, may wait for the last
+        if not queries:
+            return []
+        if self._engine.reduces:
             return await self._batcher.submit([*map(ReductionRequest, queries, thens)], list)
-        asked = zip(queries, thens, strict=True)
-        return await all_of(self._batcher.submit((query,), each) for query, each in asked)
+        return await self._batcher.submit(queries, EachCombiner(thens))
 
     @overload
     def next_token_logprobs_sync(

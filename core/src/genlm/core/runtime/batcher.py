@@ -543,14 +543,18 @@ class Batcher:
         suspects: Pending = {}
         ended: list[Call[Any]] = []
         given: Callers = []
+        parts: Callers = []
         for request, result in answers:
             callers = self._lanes.in_flight.pop(request)
             if not isinstance(result, Exception):
-                for call, at in callers:
+                for caller in callers:
+                    call, at = caller
                     if call.give(at, result):
                         ended.append(call)
-                    else:
-                        given.append((call, at))
+                    if call.each:
+                        parts.append(caller)
+                    elif call.left:
+                        given.append(caller)
             elif isinstance(result, TryAlone):
                 suspects[request] = callers
             else:
@@ -558,23 +562,25 @@ class Batcher:
                 for call, _ in callers:
                     if call.fail(result):
                         ended.append(call)
-                        self._departed = True  # its other requests lose a caller
                         result = another(result)  # for the next one
         if suspects:
             with self._lock:
                 self._lanes.suspect(suspects)
         if given:
             keep_own(given)
-        self._end_calls(ended)
+        self._end_calls(ended, parts)
 
-    def _end_calls(self, calls: Iterable[Call[Any]]) -> None:
+    def _end_calls(
+        self, calls: Iterable[Call[Any]], parts: Sequence[tuple[Call[Any], int]] = ()
+    ) -> None:
         """Give futures their results, or the errors in their place. Each is resolved in its own
-        event loop, and each loop is woken once."""
+        event loop, and each loop is woken once. For ``parts``, see :func:`combined`."""
         began = self._timeline.clock()
         by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Future[Any], Any]]]
         by_loop = collections.defaultdict(list)
         waiting = [call for call in calls if not call.future.done()]
-        for call, result in zip(waiting, combined(waiting), strict=True):
+        for call, result in combined(waiting, parts):
+            self._departed = self._departed or call.left > 0  # others of its requests go on
             by_loop[call.loop].append((call.future, result))
         for loop, results in by_loop.items():
             if loop is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from attrs import frozen
+
 T = TypeVar("T")
 
 #: Makes what one caller gets from the results of its requests, which come in the order asked. It
@@ -37,3 +39,22 @@ class JointCombiner(Generic[T]):
             raise made
         given: T = made
         return given
+
+
+@frozen
+class EachCombiner(Generic[T]):
+    """A combiner of a call of several requests that makes something of each result by itself, in
+    the step that brings the result, and keeps no result for a later step.
+
+    The joint combiners share calls of ``together`` with those of other callers. The first exception
+    ends the call.
+
+    Attributes:
+        each: What makes something of each result, in the order of the requests.
+    """
+
+    each: Sequence[JointCombiner[T]]
+
+    def __call__(self, results: Sequence[T]) -> list[T]:
+        """What was made of them."""
+        return [*results]

@@ -16,7 +16,7 @@ from attrs import Factory, define
 
 from genlm.core.copies import copies_of, is_part
 from genlm.core.errors import EngineDeadError, PluginError
-from genlm.core.runtime.combiners import Combiner, JointCombiner
+from genlm.core.runtime.combiners import Combiner, EachCombiner, JointCombiner
 from genlm.core.runtime.timeline import Timeline
 
 T = TypeVar("T")
@@ -35,7 +35,9 @@ class Call(Generic[T]):
         loop: The event loop of the future; ``None`` for a plain thread.
     """
 
-    __slots__ = ("combine", "error", "future", "left", "loop", "requests", "results")
+    __slots__ = (
+        "combine", "each", "error", "future", "is_joint", "left", "loop", "requests", "results"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -51,6 +53,8 @@ class Call(Generic[T]):
         self.left = len(requests)
         self.results: list[Any] = [None] * self.left
         self.error: Exception | None = None
+        self.is_joint = isinstance(combine, JointCombiner)
+        self.each = combine.each if isinstance(combine, EachCombiner) else ()
 
     @property
     def gone(self) -> bool:
@@ -125,24 +129,60 @@ def let_go(error: BaseException) -> None:
                     frame.clear()
 
 
-def combined(calls: Sequence[Call[Any]]) -> list[Any]:
-    """The result of each caller; computed at once for callers with equal joint combiners."""
-    alike: dict[Any, list[Call[Any]]] = {}
-    for call in calls:
-        if call.error is None and isinstance(call.combine, JointCombiner):
-            alike.setdefault(call.combine.together, []).append(call)
-    made: dict[Call[Any], Any] = {}
-    for together, some in alike.items():
-        try:
-            given = together([(call.combine, call.results) for call in some])
-            made.update(zip(some, given, strict=True))
-        except Exception:  # no memory for all of them: each tries alone
-            pass
-    return [made[call] if call in made else call.combined() for call in calls]
-
-
 #: The calls that wait for a request, each with the place of the result in it.
 Callers = list[tuple[Call[Any], int]]
+
+
+def combined(
+    calls: Sequence[Call[Any]], parts: Sequence[tuple[Call[Any], int]] = ()
+) -> list[tuple[Call[Any], Any]]:
+    """The result of each call that ends. Equal joint combiners compute theirs at once.
+
+    Args:
+        calls: Those that have all of their results, or an error.
+        parts: The results that this step has brought to calls with an :class:`EachCombiner`. What
+            is made of a result takes its place. Calls that end with an exception by this are added.
+    """
+    joint = [call for call in calls if call.error is None and call.is_joint]
+    for call, at in parts:
+        if call.gone:
+            call.results[at] = None
+    parts = [(call, at) for call, at in parts if not call.gone]
+    wanted: list[tuple[Any, Sequence[Any]]]
+    wanted = [(call.combine, call.results) for call in joint]
+    wanted += [(call.each[at], call.results[at : at + 1]) for call, at in parts]
+    made = made_together(wanted)
+    ended = [*calls]
+    for (call, at), result in zip(parts, made[len(joint) :], strict=True):
+        call.results[at] = result
+        if isinstance(result, Exception) and call.fail(result) and call.left:
+            ended.append(call)
+    of_calls = dict(zip(joint, made[: len(joint)], strict=True))
+    return [(call, of_calls[call] if call in of_calls else call.combined()) for call in ended]
+
+
+def made_together(wanted: Sequence[tuple[Any, Sequence[Any]]]) -> list[Any]:
+    """What joint combiners make of their results, or the exceptions in the places."""
+    alike: dict[Any, list[int]] = {}
+    for place, (combine, _) in enumerate(wanted):
+        alike.setdefault(combine.together, []).append(place)
+    made: list[Any] = [None] * len(wanted)
+    for together, places in alike.items():
+        try:
+            given = together([wanted[place] for place in places])
+            for place, each in zip(places, given, strict=True):
+                made[place] = each
+        except Exception:  # no memory for all of them: each tries alone
+            for place in places:
+                made[place] = _made(*wanted[place])
+    return made
+
+
+def _made(combine: Combiner[Any], results: Sequence[Any]) -> Any:
+    try:
+        return combine(results)
+    except Exception as error:  # only this caller fails
+        return error
 
 
 def keep_own(given: Callers) -> None:
