@@ -88,7 +88,7 @@ def test_a_chat_template():
         }
         assert lm.apply_chat_template({"role": "user", "content": x} for x in "hi") == [104, 105]
         with pytest.raises(
-            InvalidInputError, match=r"refuses \[{'role': 'user'}\]: KeyError: 'con"
+            InvalidInputError, match=r"rejects \[{'role': 'user'}\]: KeyError: 'con"
         ):
             lm.apply_chat_template([{"role": "user"}])
 

@@ -50,7 +50,7 @@ def test_invalid_option_is_rejected_before_a_cluster_starts(
 
 @pytest.mark.parametrize("amount", [{"num_gpus": 1.5}, {"num_cpus": 1e-9}])
 def test_resources_that_ray_refuses_are_named(fleet: Any, amount: dict[str, float]) -> None:
-    with pytest.raises(InvalidOptionError, match=f"Ray refuses .*{next(iter(amount))}"):
+    with pytest.raises(InvalidOptionError, match=f"Ray rejects .*{next(iter(amount))}"):
         fleet(resources=amount)
 
 

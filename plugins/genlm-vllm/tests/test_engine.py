@@ -211,7 +211,7 @@ def test_a_step_that_fails_says_what_to_do(engine, monkeypatch, error, kind, sai
     ("reset", "said"),
     [
         (raising(RuntimeError("no channel")), "no channel"),
-        (lambda: False, "did not drop its key/value state"),
+        (lambda: False, "did not empty its KV cache"),
     ],
     ids=["fails", "refuses"],
 )

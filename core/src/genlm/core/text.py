@@ -170,7 +170,7 @@ class TextMixin:
                     "shows it, or take an instruction-tuned model"
                 ) from error
             raise InvalidInputError(
-                f"the tokenizer's chat template refuses {safe_repr(messages)}: "
+                f"the tokenizer's chat template rejects {safe_repr(messages)}: "
                 f"{describe_error(error)}; each message has a role and its content"
             ) from error
 

@@ -75,7 +75,7 @@ def in_words(command: Command) -> str:
 def _name(segment: Segment) -> str:
     if isinstance(segment, Slot):
         return f"slot {segment.index}"
-    return f"the trunk of positions {segment.start} to {segment.stop}"
+    return f"the shared prefix of positions {segment.start} to {segment.stop}"
 
 
 def _indices(slots: Iterable[Slot]) -> str:

@@ -269,7 +269,7 @@ class Tree:
         if {segment for segment in kept if isinstance(segment, Slot)} != set(self.slots):
             raise RuntimeError("a slot is neither kept nor running")
         if sum(trunk.size for trunk in trunks) != self.trunk_positions:
-            raise RuntimeError(f"trunks do not take {self.trunk_positions} positions")
+            raise RuntimeError(f"shared prefixes do not take {self.trunk_positions} positions")
         if sum(slot.size for slot in self.slots) != self.slot_positions:
             raise RuntimeError(f"slots do not take {self.slot_positions} positions")
         if {segment for segment in kept if segment.pinned} != self._pins:

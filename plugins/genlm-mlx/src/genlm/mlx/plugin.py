@@ -16,7 +16,7 @@ PREFERENCE_ELSEWHERE = -1  # never chosen automatically: there transformers is f
 @hookimpl
 def genlm_backend_info() -> BackendInfo:
     return BackendInfo(
-        summary="mlx-lm, with a store of key/value state",
+        summary="mlx-lm, with a KV cache of its own",
         engine="mlx-lm",
         needs=("mlx", "mlx_lm"),
         install="pip install mlx-lm on Apple silicon, pip install 'mlx-lm[cpu]' on Linux",

@@ -65,7 +65,7 @@ class Line:
             self.actors[self.index] = actor.remote()
         except ValueError as error:  # such as one and a half GPUs
             self.failure = InvalidOptionError(
-                f"Ray refuses the resources or the name of a replica, {self.options}: {error}"
+                f"Ray rejects the resources or the name of a replica, {self.options}: {error}"
             )
         except Exception as error:
             self.failure = error

@@ -406,8 +406,8 @@ class Scheduler:
             flushed = scheduler.flush_cache(empty_cache=False)
         if not flushed:
             raise EngineError(
-                "SGLang refused to flush its cache because it holds requests; close and reload the "
-                "model"
+                "SGLang did not flush its cache, because it holds requests; close the model and "
+                "load it again"
             )
 
     def lock(self, token_ids: Sequence[int], adapter: str | None) -> Any:

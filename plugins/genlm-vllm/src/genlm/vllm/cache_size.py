@@ -63,7 +63,7 @@ def warn_of_shorter_contexts(longest: int, settings: Any, options: Mapping[str, 
             "vllm.context_shortened",
             to=longest - 1,
             of=wanted,
-            why="the key/value cache holds no longer one; a larger kv_cache_memory_bytes does",
+            why="the KV cache has no room for a longer one; set a larger kv_cache_memory_bytes",
             kv_cache_memory_bytes=options.get("kv_cache_memory_bytes"),
         )
 

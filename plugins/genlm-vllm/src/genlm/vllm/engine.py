@@ -313,7 +313,7 @@ class VllmEngine:
                 f"vLLM cannot drop its requests: {error}; load the model again"
             ) from error
         if not forgotten:
-            raise EngineDeadError("vLLM did not drop its key/value state; load the model again")
+            raise EngineDeadError("vLLM did not empty its KV cache; load the model again")
 
     @hookimpl
     def genlm_close(self) -> None:

@@ -220,7 +220,7 @@ def _unsuited(scheduler: Any) -> str | None:
     if not (current_platform.is_cuda() or current_platform.is_cpu()) or (
         chosen is not None and chosen.name == "CUSTOM"
     ):
-        return "the layout of the key/value cache is not known"
+        return "the layout of the KV cache is not known"
     # With a window or Mamba layers, the source may have dropped state that a fork from an earlier
     # position needs.
     specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]

@@ -114,9 +114,8 @@ class Sessions:
         if wanted + (longest := self._footprint(self._longest)) > self._capacity:
             raise EngineError(
                 f"pinning {request.length} more tokens would hold {wanted} of the "
-                f"{self._capacity} tokens that the key/value cache has, and {longest} must "
-                "stay free; call "
-                "clear_kv_cache(), or load with a larger kv_cache_memory_bytes or "
+                f"{self._capacity} tokens that the KV cache has, and {longest} must stay free; "
+                "call clear_kv_cache(), or load with a larger kv_cache_memory_bytes or "
                 "gpu_memory_utilization, or with a smaller max_model_len"
             )
         if len(self._pinned) >= self._limit:
