@@ -24,26 +24,26 @@ from genlm.mlx.folders import MlxFolder, Weights
 from genlm.mlx.repairs import folded
 from mlx.utils import tree_unflatten
 
-#: Settings of PEFT beyond plain LoRA that can be applied by sequence.
+#: Settings of PEFT beyond plain LoRA that can be applied to each sequence separately.
 APPLIED = frozenset({
     Feature.RSLORA, Feature.RANKS, Feature.ALPHAS, Feature.HEAD, Feature.SAVED_EMBEDDINGS,
 })  # fmt: skip
 
 
-#: How many features each layer takes and gives.
+#: The numbers of input and output features of each layer.
 Shapes = Mapping[str, tuple[int, int]]
 
-#: The version of the adapter of each sequence; 0 is none.
+#: The version of each sequence's adapter; 0 means none.
 Versions = Sequence[int] | np.ndarray
 
-#: The sequences of the next forward pass by the version of their adapter, without those that have
-#: none; ``None`` is all.
+#: For each adapter's version, the sequences of the next forward pass that use it. Sequences without
+#: an adapter are left out. ``None`` means all sequences.
 Selection = dict[int, mx.array | None]
 
 
 class SequenceLoRA(nn.Module):  # type: ignore[misc]
-    """A linear layer that adds to every sequence the result of its adapter. The adapters set the
-    selection, all layers read it."""
+    """A linear layer that adds to every sequence the result of its adapter. :class:`Adapters` sets
+    the selection, which all layers read."""
 
     def __init__(self, base: Any, selection: Selection) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class SequenceLoRA(nn.Module):  # type: ignore[misc]
 class Adapters:
     """The adapters of one model.
 
-    Layers are wrapped when the first adapter changes them, and stay wrapped: without an adapter a
+    A layer is wrapped when the first adapter changes it, and stays wrapped. Without an adapter, a
     wrapper only calls its layer.
     """
 
@@ -88,11 +88,11 @@ class Adapters:
 
         Args:
             adapter: The adapter.
-            contents: What :func:`read_folder` found.
+            contents: The result of :func:`read_folder`.
 
         Raises:
-            InvalidAdapterError: it is not valid, made for another model, or changes layers that
-                cannot be adapted by sequence.
+            InvalidAdapterError: the adapter is invalid, is made for another model, or changes
+                layers that cannot be adapted for each sequence separately.
         """
         modules = dict(self._model.named_modules())
         for name in [name for name, each in modules.items() if isinstance(each, SequenceLoRA)]:
@@ -140,12 +140,12 @@ class Adapters:
     def _require_same_weights(
         self, adapter: AdapterFolder, tensors: Mapping[str, mx.array], modules: Mapping[str, Any]
     ) -> None:
-        """With LoRA on the output layer, PEFT also saves that layer of the model; it may be another
-        model's.
+        """Check the copy of the output layer that PEFT saves if LoRA changes that layer; it may
+        belong to another model.
 
         Raises:
-            InvalidAdapterError: it is another model's, or this model's weights are quantised, so
-                they cannot be compared.
+            InvalidAdapterError: the copy belongs to another model; or this model's weights are
+                quantised, so that they cannot be compared.
         """
         for name, saved in adapter.saved_copies.items():
             layer = name.rpartition(".")[0]
@@ -168,7 +168,8 @@ def read_folder(path: str) -> AdapterFolder | MlxFolder:
     """The contents of an adapter's files, without its weights. Called from any thread.
 
     Raises:
-        InvalidAdapterError: it is not valid, or of a kind that cannot be applied by sequence.
+        InvalidAdapterError: the adapter is invalid, or of a kind that cannot be applied to each
+            sequence separately.
     """
     folder = find_adapter(path)
     config = read_config(folder)
@@ -180,7 +181,7 @@ def read_folder(path: str) -> AdapterFolder | MlxFolder:
 
 
 def _shapes(modules: Mapping[str, Any]) -> Shapes:
-    """How many features each linear layer takes and gives."""
+    """The numbers of input and output features of each linear layer."""
     shapes = {}
     for name, module in modules.items():
         base = module.base if isinstance(module, SequenceLoRA) else module

@@ -1,7 +1,7 @@
 """Attention over keys and values in several places, merged exactly.
 
-MLX's fused kernel does not return its divisor, which is needed to merge results over different
-positions. So for a shared prefix, attention is two products.
+Merging needs the sum of the softmax, which MLX's fused kernel does not return. So attention to a
+shared prefix is computed by two products instead.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from attrs import frozen
 
 import mlx.core as mx
 
-#: The name by which mlx-lm's model files call attention.
+#: The name under which mlx-lm's model files call attention.
 NAME = "scaled_dot_product_attention"
 
-#: Models may be opened and closed on several threads; the garbage collector may free one anywhere.
+#: Protects the hooks: models may be opened and closed on several threads, and the garbage collector
+#: may free a model on any thread.
 CHANGES = threading.RLock()
 
-#: What attention may be given besides queries, keys and values.
+#: The arguments that hooked attention accepts besides queries, keys and values.
 UNDERSTOOD = {"cache", "scale", "mask", "sinks"}
 
 
 @frozen(eq=False)
 class Partial:
-    """Attention over some positions, not divided yet.
+    """Attention over some positions, before the division by the sum of the softmax.
 
     Attributes:
         total: The sum of values, each times ``exp(logit - largest)``: ``[..., dim]``.
@@ -55,11 +56,12 @@ class Partial:
         return cls(total, factors.sum(axis=-1, keepdims=True), largest)
 
     def map(self, move: Callable[[mx.array], mx.array]) -> Partial:
-        """The same in another layout."""
+        """The same attention, with its tensors in another layout."""
         return Partial(move(self.total), move(self.weight), move(self.largest))
 
     def merged(self, other: Partial, tokens: mx.array | None) -> Partial:
-        """Merged with more positions of all tokens, or of some."""
+        """This attention, merged with that over further positions: of all tokens, or of ``tokens``
+        only."""
         if tokens is None:
             return self._with(other)
         both = self.map(lambda part: part[tokens])._with(other)
@@ -72,7 +74,7 @@ class Partial:
         return self
 
     def sunk(self, sinks: mx.array | None) -> Partial:
-        """With a logit for each head to which no value belongs."""
+        """This attention with sinks: a further logit for each head, which has no value."""
         if sinks is None:
             return self
         return self._with(Partial(mx.array(0.0), mx.array(1.0), sinks[:, None].astype(mx.float32)))
@@ -92,14 +94,14 @@ class Partial:
 
 
 class Attention:
-    """What stands for a module's attention while models are hooked: it also takes keys with their
-    own ``attend(queries, scale, sinks)``. All other calls go to the module's own.
+    """Replaces a module's attention function while models are hooked. It also accepts keys that
+    have a method ``attend(queries, scale, sinks)``. All other calls go to the original function.
 
     Args:
-        plain: The module's own.
+        plain: The original function.
 
     Attributes:
-        users: How many models need it.
+        users: How many open models need the replacement.
     """
 
     def __init__(self, plain: Callable[..., mx.array]) -> None:
@@ -121,12 +123,12 @@ class Attention:
 
 
 def hook(model: Any) -> Callable[[], Any]:
-    """Let a model's attention take keys with their own ``attend``: in mlx-lm's modules, which all
-    models of a family share.
+    """Let a model's attention accept keys that have a method ``attend``. This replaces functions of
+    mlx-lm's modules, which all models of a family share.
 
     Returns:
-        What undoes it, if called: a module is as before once no hooked model needs it. It is also
-        undone when the model is freed.
+        A function that undoes the replacement. A module is restored once no hooked model needs it
+        any more. Freeing the model undoes it too.
     """
     found = (sys.modules.get(type(module).__module__) for _, module in model.named_modules())
     sources = {source for source in found if source is not None and hasattr(source, NAME)}
@@ -146,7 +148,7 @@ def _unhook(sources: Iterable[ModuleType]) -> None:
     with CHANGES:
         for source in sources:
             attention = getattr(source, NAME)
-            if isinstance(attention, Attention):  # else somebody has replaced it since
+            if isinstance(attention, Attention):  # otherwise the program has replaced it meanwhile
                 attention.users -= 1
                 if not attention.users:
                     setattr(source, NAME, attention.plain)

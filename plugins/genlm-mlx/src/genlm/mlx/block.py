@@ -11,8 +11,8 @@ from attrs import frozen
 import mlx.core as mx
 from genlm.mlx.runner import Cache, Key, Runner
 
-#: Tokens by which a cache grows when it is full. With mlx-lm's 256, the cache of short contexts
-#: would be mostly empty.
+#: A full cache grows by this many tokens. With mlx-lm's 256, the cache of short contexts would be
+#: mostly empty.
 GROWTH_TOKENS = 32
 
 
@@ -22,8 +22,8 @@ class Target:
 
     Attributes:
         key: Its key.
-        rows: The logits to read on the way: whose they are (-1: nobody's) and the element of the
-            key that they come after.
+        rows: The logits to read on the way: for each, the sequence that wants them (-1 for none),
+            and the element of the key after which they come.
     """
 
     key: Key
@@ -31,34 +31,35 @@ class Target:
 
     @property
     def first(self) -> int:
-        """The first element after which logits are read; the sequence starts before it."""
+        """The first element of the key after which logits are read. The sequence must start before
+        it."""
         return min(at for _, at in self.rows)
 
     @classmethod
     def of(cls, key: Key) -> Target:
-        """A key whose logits nobody has asked for."""
+        """A target whose logits no sequence wants."""
         return cls(key, [(-1, len(key) - 1)])
 
 
 class Block:
-    """The sequences of a batch cache, and what they hold. Uses only the public methods of mlx-lm's
-    batch caches.
+    """The sequences of a batch cache. This class uses only the public methods of mlx-lm's batch
+    caches.
 
-    A method that makes blocks from blocks consumes them, layer by layer, so that old and new never
-    both take full memory.
+    A method that makes new blocks consumes the old ones layer by layer, so that old and new blocks
+    never both take full memory.
 
     Attributes:
         keys: For each sequence, the adapter's version and the tokens whose state the cache holds.
-        targets: What each sequence will be when it is computed.
+        targets: What is to be computed of each sequence.
         cache: One batch cache per layer.
         logits: ``[len(keys), vocab_size]`` float32, of the next token of each sequence; ``None``
             while the block is being built.
-        since: For each sequence, how many tokens it has gone on since the last state that stays in
-            the store.
-        living: The numbers of the sequences that the store can find. Others have moved to
+        since: For each sequence, how many tokens were added since the last state that stays in the
+            store.
+        living: The indices of the sequences that the store can find. The others have moved to
             another block.
-        used: When it was last used, in the store's ticks.
-        pinned: Whether it stays until the store is cleared.
+        used: When the block was last used, in the store's ticks.
+        pinned: Whether the block stays until the store is cleared.
     """
 
     def __init__(self, keys: Sequence[Key], cache: Cache) -> None:
@@ -79,13 +80,13 @@ class Block:
 
     @property
     def missing(self) -> list[Key]:
-        """What each sequence lacks before the first token whose logits are read."""
+        """For each sequence, the tokens to compute before the first token whose logits are read."""
         pairs = zip(self.keys, self.targets, strict=True)
         return [target.key[len(key) : target.first] for key, target in pairs]
 
     @property
     def length(self) -> int:
-        """Tokens in the longest sequence: the width of all of them."""
+        """The number of tokens in the longest sequence, to which all are padded."""
         return max(map(len, self.keys)) - 1
 
     @property
@@ -101,23 +102,23 @@ class Block:
 
     @property
     def stays_trimmable(self) -> bool:
-        """Whether that is so however long the sequences become: no window wraps."""
+        """Whether sequences stay trimmable however long they become, because no window wraps."""
         return self.trimmable and not any(map(_rotates, self.cache))
 
     def towards(self, targets: Sequence[Target]) -> Block:
-        """This block, to be computed up to these contexts."""
+        """Set the targets, and return this block."""
         self.targets = list(targets)
         return self
 
     def split(self, parts: Sequence[Sequence[int]]) -> list[Block]:
-        """One block for each of the given lists of sequences; one may occur more than once."""
+        """A block for each of the given lists of sequences. A sequence may occur more than once."""
         if len(parts) == 1 and list(parts[0]) == list(range(len(self.keys))):
             return [self]
         blocks = [self._with(part) for part in parts]
         while self.cache:
             layer = self.cache.pop(0)
             for part, block in zip(parts, blocks, strict=True):
-                # Copies handles: arrays stay shared until they are written to.
+                # deepcopy copies handles: arrays stay shared until they are written to.
                 block.cache.append(copy.deepcopy(layer))
                 block.cache[-1].filter(mx.array(part, mx.int32))
             del layer
@@ -125,8 +126,10 @@ class Block:
         return blocks
 
     def copied(self, numbers: Sequence[int]) -> Block:
-        """A new block of the given sequences; one may occur more than once. This block stays."""
-        cache = copy.deepcopy(self.cache)  # copies handles: arrays stay shared until written to
+        """A new block of the given sequences. A sequence may occur more than once. This block
+        stays."""
+        # Deepcopy copies handles: arrays stay shared until they are written to.
+        cache = copy.deepcopy(self.cache)
         for layer in cache:
             layer.filter(mx.array(numbers, mx.int32))
             mx.eval(layer.state)
@@ -145,7 +148,7 @@ class Block:
         return Block([self.keys[number][: length + 1]], cache)
 
     def joined(self, others: Sequence[Block]) -> Block:
-        """The sequences of this block, then those of the others."""
+        """This block, extended by the sequences of the others."""
         for other in others:
             self.keys = self.keys + other.keys
             self.targets = self.targets + other.targets
@@ -163,7 +166,8 @@ class Block:
         self._reach([key + more for key, more in zip(self.keys, tokens, strict=True)])
 
     def finish(self, runner: Runner) -> tuple[list[int], mx.array]:
-        """Append the rest of each target: whose the rows on the way are, and their logits."""
+        """Append the rest of each target. Returns the sequence that wants each row on the way, and
+        the logits."""
         pairs = list(zip(self.keys, self.targets, strict=True))
         tokens = [target.key[len(key) :] for key, target in pairs]
         versions = [key[0] for key in self.keys]

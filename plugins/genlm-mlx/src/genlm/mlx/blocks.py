@@ -20,17 +20,18 @@ from genlm.mlx.block import Block, Target
 from genlm.mlx.cache_limit import CacheLimit
 from genlm.mlx.runner import Cache, Key, Runner, in_order, key_of
 
-#: The least tokens for which a shared prefix is computed first, a longer sequence is trimmed and
-#: used, and state that cannot be trimmed is kept when a context extends it by one token. It is also
-#: what a forward pass costs beside its tokens, in tokens.
+#: The number of tokens that is worth a forward pass of its own. So it is the least length of a
+#: shared prefix that is computed first, of a saving for which a longer sequence is trimmed and
+#: used, and of the distance at which state that cannot be trimmed is kept while a context grows
+#: token by token.
 MIN_SHARED_TOKENS = 16
 
-#: Up to this many tokens before those whose logits are read are computed together with them. More
-#: are computed first, without their logits.
+#: Up to this many tokens before those whose logits are read are computed together with them. If
+#: there are more, they are computed first, without their logits.
 MAX_TOKENS_BEFORE_READ = 64
 
-#: If at least this share of a block stays when sequences leave it, the block is not changed: a copy
-#: costs more than the unused room.
+#: If at least this share of a block stays when sequences leave it, the block is not changed,
+#: because a copy costs more than the unused room.
 MIN_STAYING_SHARE = 1 / 4
 
 #: Sequences with at most this many padded positions are always evaluated together.
@@ -39,7 +40,7 @@ MAX_PADDING_TOKENS = 4096
 
 @frozen(eq=False)
 class Place:
-    """Where the state of a sequence is: its block, and its number in that."""
+    """Where the state of a sequence is: its block, and its index in the block."""
 
     block: Block
     number: int
@@ -50,13 +51,14 @@ class Place:
 
 
 class Blocks:
-    """Evaluates contexts, each starting from the longest part of it that some kept sequence holds.
+    """Evaluates contexts, each from the longest prefix of it that a kept sequence holds.
 
-    Sequences that contexts extend move to a new block: their tokens can still be found as a prefix.
-    They leave unused room in the old block, until the block is dropped or little else of it is
-    left. If the state cannot be trimmed when it has grown (recurrent, or a window that wraps), some
-    sequences stay: what contexts extend by several tokens, one of which the next may leave, and one
-    in so many of those that are extended by one.
+    A sequence that is extended moves to a new block, where its tokens can still be found as a
+    prefix. It leaves unused room in the old block, until that is dropped or has little else left.
+    Some states cannot be trimmed once they have grown (recurrent states, and windows that wrap). Of
+    these, some stay in the old block: those that a context extends by several tokens, since the
+    next context may leave the new ones; and, of those that grow token by token, one every
+    ``MIN_SHARED_TOKENS`` tokens.
 
     Args:
         runner: The model.
@@ -87,8 +89,8 @@ class Blocks:
         return in_order([*self.results([TokenSequence(q.context, q.adapter) for q in queries])])
 
     def results(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[list[int], mx.array]]:
-        """The wanted rows of distinct sequences, as they are computed: the sequence of each, and
-        logits, ``[n, vocab_size]`` float32. Those of one sequence come in order."""
+        """The wanted rows of distinct sequences, as they are computed. Yields the sequence of each
+        row, and logits, ``[n, vocab_size]`` float32. The rows of one sequence come in order."""
         self._tick += 1
         placed = list[Placement[TokenSequence]]()
         for at, sequence in enumerate(sequences):
@@ -113,8 +115,8 @@ class Blocks:
         return query.length if key in self._index else max(1, self._source(key, -1)[1]) - 1
 
     def branch(self, query: Query) -> tuple[Cache, int]:
-        """A cache outside the store of what is known of a context without its last token, and how
-        many tokens that is."""
+        """A cache outside the store that holds the known prefix of a context without its last
+        token, and the length of this prefix."""
         place, reused = self._source(key_of(query), -1)
         if place is None:
             return self._runner.empty_cache(), 0
@@ -159,12 +161,13 @@ class Blocks:
     # --- the course of a call ---------------------------------------------------------------------
 
     def _rounds(self, targets: Sequence[Target]) -> Iterator[Sequence[Target]]:
-        """The targets, after the long prefixes that several of them share; shorter ones first."""
+        """The targets in rounds. The long prefixes that several of them share come first, shorter
+        prefixes before longer ones."""
         asked = {target.key: target for target in targets}
         left = self._branches(targets)
         while left:
             first, longer = list[Key](), list[Key]()
-            for prefix in left:  # sorted: those that begin with one come right behind it
+            for prefix in left:  # sorted, so that prefixes follow the prefix that they begin with
                 begins = first and prefix[: len(first[-1])] == first[-1]
                 (longer if begins else first).append(prefix)
             yield [asked.pop(prefix) if prefix in asked else Target.of(prefix) for prefix in first]
@@ -173,14 +176,14 @@ class Blocks:
 
     def _branches(self, targets: Sequence[Target]) -> list[Key]:
         """The prefixes that are worth their own pass, sorted."""
-        # The first element of a key is no token.
+        # The first element of a key is the adapter's version and no token.
         known = {one.key: max(1, self._source(one.key, one.first)[1]) for one in targets}
         found = {*self._shared(targets, known), *_begun(targets, known)}
         return sorted(prefix for prefix in found if prefix not in self._index)
 
     def _shared(self, targets: Sequence[Target], known: Mapping[Key, int]) -> list[Key]:
-        """The prefixes that two or more keys lack, and those of known contexts that a key leaves,
-        which may not be the last to do so."""
+        """The prefixes that two or more keys lack, and the prefixes at which a key leaves a known
+        context, since other keys may leave it there too."""
         left = [one for one in targets if one.first + 1 - known[one.key] >= MIN_SHARED_TOKENS]
         left.sort(key=attrgetter("key"))
         shared = {
@@ -200,8 +203,8 @@ class Blocks:
         return worthwhile
 
     def _advance(self, targets: Sequence[Target]) -> Iterator[tuple[list[int], mx.array]]:
-        """Compute targets, and make them part of the store; whose the rows on the way are, and
-        their logits."""
+        """Compute targets, and make them part of the store. Yields the sequence that wants each row
+        on the way, and the logits."""
         waiting: dict[tuple[int, int], list[Block]] = defaultdict(list)
         started = self._started(targets)
         count = sum(len(tokens) for block in started for tokens in block.missing)
@@ -227,14 +230,15 @@ class Blocks:
                 yield result
 
     def _width_class(self, width: int) -> int:
-        """Sequences of one class are fed together: at most about half of it is padding."""
+        """The class of a number of new tokens. Sequences of one class are fed together; at most
+        about half of their tokens are padding."""
         return ((width + 7) // 8).bit_length() if self._ragged else width
 
     # --- where contexts start ---------------------------------------------------------------------
 
     def _source(self, key: Key, most: int) -> tuple[Place | None, int]:
-        """The sequence that ``key`` can start from, and how many of its elements; of
-        ``key[:most]``."""
+        """The sequence from which ``key[:most]`` can start, and how many of its elements can be
+        used."""
         key = key[:most]
         prefix = self._index.longest_prefix(key)
         whole = len(prefix) if prefix else 0
@@ -244,7 +248,7 @@ class Blocks:
         return (self._index[prefix], whole) if prefix else (None, 0)
 
     def _started(self, targets: Sequence[Target]) -> list[Block]:
-        """Every target in a block that holds a part of it, maybe none of it."""
+        """Blocks that hold a known prefix of every target, which may be empty."""
         extended: dict[Block, list[tuple[int, Target]]] = defaultdict(list)
         started, fresh = [], []
         for one in targets:
@@ -257,7 +261,7 @@ class Blocks:
             else:
                 extended[place.block].append((place.number, one))
         for block, items in extended.items():
-            # Sorted only by number: keys that extend the same sequence stay in the order asked.
+            # The sort is stable, so keys that extend the same sequence stay in the order asked.
             numbers, some = zip(*sorted(items, key=itemgetter(0)), strict=True)
             stays = any(len(one.key) > len(block.keys[number]) + 1 for number, one in items)
             started.append(self._moved_on(block, numbers, stays, needed=extended).towards(some))
@@ -269,19 +273,21 @@ class Blocks:
     def _moved_on(
         self, block: Block, numbers: Sequence[int], stays: bool, needed: Collection[Block]
     ) -> Block:
-        """Take the sequences that are extended out of their block and leave the others.
+        """Take the sequences that are extended out of their block, and leave the others in it.
 
         Args:
-            block: It.
-            numbers: Those of the sequences in the block.
-            stays: Whether they stay in it, too, if their state cannot be trimmed.
+            block: The block.
+            numbers: The indices of the extended sequences in the block.
+            stays: Whether the extended sequences also stay in the old block if their state cannot
+                be trimmed.
             needed: Blocks that are used in this call.
         """
         far = max(block.since)
         if block.pinned or ((stays or far >= MIN_SHARED_TOKENS) and not block.stays_trimmable):
             self._touch(block)
             if far == MIN_SHARED_TOKENS and not stays and not block.pinned:
-                # It has grown by single tokens, and nobody may come back: it goes first.
+                # The block has grown by single tokens, and probably no context returns to it, so it
+                # is evicted first.
                 block.used = 0
             moved = block.copied(numbers)
             moved.since = [0] * len(numbers)
@@ -303,7 +309,7 @@ class Blocks:
     # --- keeping ----------------------------------------------------------------------------------
 
     def _keep(self, block: Block) -> None:
-        broken = mx.isnan(block.logits[:, 0]).tolist()  # such state gives nan to all that follows
+        broken = mx.isnan(block.logits[:, 0]).tolist()  # state with NaN makes all later rows NaN
         block.used = self._tick
         block.living = {
             number
@@ -330,8 +336,8 @@ class Blocks:
         return blocks
 
     def _touch(self, block: Block) -> None:
-        """Note that contexts start from a block: it is dropped after those from which none does,
-        but does not count as one of this call."""
+        """Note that contexts start from a block. It is then evicted later than unused blocks, but
+        earlier than blocks of this call."""
         block.used = max(block.used, self._tick - 1)
 
     def _recalled(self, place: Place) -> mx.array:
@@ -343,7 +349,7 @@ class Blocks:
 
         Args:
             needed: Blocks whose sequences this call still takes.
-            left: One of them that is no longer needed after its sequences are copied.
+            left: A block of ``needed`` that may be evicted once its sequences are copied.
         """
         in_hand = [
             block
@@ -363,18 +369,18 @@ def _nbytes(blocks: Iterable[Block]) -> int:
 
 
 def _target(placement: Placement[TokenSequence]) -> Target:
-    """A sequence, with the rows on the way to it of those that it begins with."""
+    """A sequence as a target, with the rows on the way that shorter sequences want."""
     sequence = placement.sequence
     key = (sequence.version, *sequence.tokens)
     return Target(key, [(owner, 1 + at) for owner, at in placement.rows()])
 
 
 def _begun(targets: Sequence[Target], known: Mapping[Key, int]) -> list[Key]:
-    """What comes before the first of several rows, where that of all such targets together is worth
-    a pass: what follows it may differ next time. What goes on from another one has a pass of its
-    own, behind that."""
+    """The prefixes before the first row of targets with several rows, if all of them together are
+    worth a forward pass. They are kept, since other tokens may follow next time. A prefix that
+    extends another one has a pass of its own, after the other."""
     several = [one for one in targets if len(one.rows) > 1]
-    least = MIN_SHARED_TOKENS / max(len(several), 1)  # of each
+    least = MIN_SHARED_TOKENS / max(len(several), 1)  # the least number of each target
     chosen, chain = list[Key](), list[Key]()
     for prefix in sorted(
         {one.key[: one.first] for one in several if one.first - known[one.key] >= least}
@@ -388,7 +394,8 @@ def _begun(targets: Sequence[Target], known: Mapping[Key, int]) -> list[Key]:
 
 
 def _common(one: Target, other: Target) -> int:
-    """How many elements both, or the other after the one, may start with; in the order of keys."""
+    """The length of the longest beginning from which both targets may start, where ``one`` sorts
+    before ``other``. It may also be all of ``one``."""
     shared = common_length(one.key, other.key)
     latest = shared if shared == len(one.key) else one.first
     return min(shared, latest, other.first)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-#: Without a limit, the state in all may take this many times what the largest batch took, so that
-#: two groups of contexts can take turns, even if one has longer contexts.
+#: Without a limit, all state together may take this many times what the largest batch took. Then
+#: two groups of contexts can take turns, even if one group has longer contexts.
 KEPT_PER_LARGEST_BATCH = 5 / 2
 
 #: Without a limit, at least this many bytes may be kept besides any batch.
@@ -13,12 +13,13 @@ MIN_KEPT_BYTES = 64 << 20
 class CacheLimit:
     """The most bytes to keep besides a batch.
 
-    The largest batch counts, not the current one: a single request between the steps of a program
-    must not cost the program its state.
+    The limit depends on the largest batch and not on the current one, so that a single request
+    between the steps of a program does not evict the program's state.
 
     Args:
-        max_bytes: The limit; ``None`` keeps two and a half times what the largest batch has taken
-            since everything was dropped, with the current batch, and at least 64 MiB besides it.
+        max_bytes: The limit. With ``None``, all state together may take two and a half times what
+            the largest batch took since everything was last dropped, and at least 64 MiB are kept
+            besides the current batch.
     """
 
     def __init__(self, max_bytes: int | None) -> None:

@@ -1,4 +1,4 @@
-"""The engine: the hooks, on top of the store."""
+"""MlxEngine, the object that implements the hooks of the core on top of the store."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from genlm.mlx.runner import Runner, key_of, version_of
 from genlm.mlx.store import Store
 from mlx.utils import tree_flatten
 
-#: Continuations of at most this many tokens are scored together; a longer one by itself, a few rows
-#: at a time.
+#: Continuations of at most this many tokens are scored together. A longer one is scored by itself,
+#: a few rows at a time.
 MAX_TOKENS_SCORED_TOGETHER = 128
 
-#: About the most rows that are in memory at once, and the most continuations whose state is where
-#: each has a state of its own, which may be large.
+#: About the most rows in memory at once; and, in a store with a separate state for each
+#: continuation, the most continuations at once, since a state may be large.
 ROWS, STATES = 512, 32
 
 LOWER = lower("prefill_step_size or kv_cache_bytes")
@@ -38,11 +38,11 @@ class MlxEngine:
     the thread that built it.
 
     Attributes:
-        store: The key/value state; ``None`` if the model's caches cannot be batched: then each
-            query is computed alone.
+        store: The KV cache. ``None`` if the model's caches cannot be batched; then each query is
+            computed alone.
     """
 
-    device = "cpu"  # of the returned rows; MLX may compute elsewhere
+    device = "cpu"  # the device of the returned rows; MLX may compute on another
 
     def __init__(
         self,
@@ -58,14 +58,15 @@ class MlxEngine:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.vocab_size = self._width = vocab_size  # of rows; a step says how many are no padding
+        # Of rows; later, each step gives the number of ids without padding.
+        self.vocab_size = self._width = vocab_size
         self.max_context = max_context
         self.eos_token_ids = eos_token_ids
         self.store = store
         self.dtype = _dtype(model)
         self._runner = runner
         self._waiting: list[Query] = []
-        self._chunked: Query | None = None  # in the last step
+        self._chunked: Query | None = None  # the chunk of the last step
         self._adapters = adapters
 
     # --- rows -------------------------------------------------------------------------------------
@@ -75,12 +76,12 @@ class MlxEngine:
     def genlm_step(
         self, queries: Sequence[Query], dropped: Sequence[Query], width: int
     ) -> list[Answer]:
-        """Answer the queries that need at most a chunk, and compute one chunk of the oldest of the
-        others."""
+        """Answer the queries that need at most a chunk, and compute one chunk of the oldest longer
+        query."""
         self._width = width
         gone, before = set(dropped), self._waiting
-        self._waiting = []  # also if the following code fails
-        # A new query may be equal to a dropped one.
+        self._waiting = []  # set here, so that an error leaves no query waiting
+        # A new query may equal a dropped one, so only older queries are dropped.
         waiting = [*(query for query in before if query not in gone), *queries]
         now: list[Query] = []
         chunks: dict[Query, Query] = {}
@@ -90,17 +91,17 @@ class MlxEngine:
             else:
                 now.append(query)
         oldest, self._chunked = next(iter(chunks.values()), None), None
-        # Together with the others, so that its state is not the least recently used. It may be
-        # equal to one of theirs, and they must be distinct.
+        # The chunk is computed together with the other queries, so that its state does not become
+        # the least recently used. It may equal one of them, and queries must be distinct.
         asked = now if oldest is None else [*dict.fromkeys([*now, oldest])]
         rows = self.logprobs(asked)[: len(now)] if asked else torch.empty(0)
         self._waiting, self._chunked = list(chunks), oldest
         return [Answer(query, row) for query, row in zip(now, rows, strict=True)]
 
     def _chunk(self, query: Query) -> Query | None:
-        """What to compute first of a query; ``None`` if all of it fits into a chunk.
+        """The first part of a query to compute; ``None`` if all of it fits into a chunk.
 
-        Without a store nothing can be kept between two chunks.
+        Without a store, no state can be kept between two chunks.
         """
         size = self._runner.step_size
         if query.length <= size or self.store is None or query.cold:
@@ -109,7 +110,8 @@ class MlxEngine:
         if query.length <= end:
             return None
         chunk = Query(query.context.first(end), query.adapter)
-        # If nothing of a computed chunk was kept (it is nan), there is no next one.
+        # If the state of the last chunk was not kept, because it is NaN, the same chunk must not be
+        # tried again.
         return chunk if chunk != self._chunked else None
 
     def logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
@@ -119,8 +121,9 @@ class MlxEngine:
             return _rows(logits[:, : self._width])
         rows = _rows(self.store.logits(queries)[:, : self._width])
         if len(queries) > 1:
-            # A later token of a longer context, or of one that it was computed with, may have made
-            # a row nan: a masked column still takes part in products, and 0 * nan is nan.
+            # A row may be NaN because of a later token of the same context, or of one computed with
+            # it: a masked column still takes part in products, and 0 * nan is nan. So NaN rows are
+            # computed again alone.
             for at in rows[:, 0].isnan().nonzero().flatten().tolist():
                 rows[at] = _rows(self._runner.cold(key_of(queries[at]))[:, : self._width])[0]
         return rows
@@ -137,7 +140,7 @@ class MlxEngine:
             ]
             some = [queries[at] for at in short], [continuations[at] for at in short]
             scores = dict(zip(short, _scored(self.store, *some, width), strict=True))
-            if len(short) > 1:  # those that others have made nan are computed apart, as rows are
+            if len(short) > 1:  # NaN scores are computed again alone, as rows are
                 scores = {at: one for at, one in scores.items() if not one.isnan().any()}
         return [
             scores[at] if at in scores else self._score(query, tuple(continuations[at]), width)
@@ -199,7 +202,8 @@ class MlxEngine:
         self.model = self.store = None
         del self._runner, self._adapters
         mx.clear_cache()
-        # last: joining a thread that still has streams can abort the process at exit.
+        # Streams are cleared last. If a thread that still has streams is joined, the process may
+        # abort at exit.
         mx.clear_streams()
 
 
@@ -209,7 +213,7 @@ def _scored(
     continuations: Sequence[Sequence[int]],
     width: int,
 ) -> Sequence[torch.Tensor]:
-    """Scores that are computed together, but for what would need too much memory."""
+    """Scores that are computed together, in groups that fit into memory."""
     wanted = ScoredRows(scored_sequences(queries, continuations), continuations)
     sizes = [*map(len, continuations)]
     scores = torch.empty(sum(sizes), dtype=torch.float32)
@@ -226,14 +230,13 @@ def _scored(
 def _rows(logits: mx.array) -> torch.Tensor:
     """Log-probabilities, in memory outside MLX.
 
-    By PyTorch: MLX's sum over a large vocabulary is 1.7e-4 off on the CPU, and a row would not be
-    normalised.
+    PyTorch normalises them, because MLX's sum over a large vocabulary is 1.7e-4 off on the CPU.
     """
     return torch.from_numpy(np.array(logits)).log_softmax(dim=-1)
 
 
 def _dtype(model: Any) -> str:
-    """In which type a model computes: that of most of its weights that are numbers."""
+    """The type in which a model computes: that of most of its floating-point weights."""
     kinds = Counter(str(array.dtype) for _, array in tree_flatten(model.parameters()))
     floating = [kind for kind, _ in kinds.most_common() if "float" in kind]
     return floating[0].removeprefix("mlx.core.") if floating else "float32"

@@ -19,14 +19,14 @@ from genlm.kit.adapter_files import (
     require_finite,
 )
 
-#: Where mlx-lm saves weights, and how the names of a layer's two matrices end.
+#: The file in which mlx-lm saves weights, and the ends of the names of a layer's two matrices.
 WEIGHTS = "adapters.safetensors"
 DOWN, UP = ".lora_a", ".lora_b"
 
 FUSE = "merge the adapter into the model's weights, or train plain LoRA"
 
-#: A [in, rank], and B [rank, out] with the scale multiplied in; float32, as PEFT and mlx-lm
-#: compute, even if the adapter was saved in another type.
+#: A [in, rank], and B [rank, out] with the scale multiplied in. They are float32, in which PEFT and
+#: mlx-lm compute, whatever the type of the file.
 Weights = tuple[mx.array, mx.array]
 
 
@@ -37,9 +37,9 @@ class MlxFolder:
     Attributes:
         path: The folder.
         scale: The factor of the product of the two matrices.
-        layers: By name, how many features each layer takes and gives.
-        depth: How many of the model's last blocks it was trained on: 0 or less is all. ``None``:
-            not known.
+        layers: For each layer's name, its numbers of input and output features.
+        depth: How many of the model's last blocks the adapter was trained on. 0 or less means all,
+            ``None`` unknown.
     """
 
     path: Path
@@ -52,8 +52,8 @@ class MlxFolder:
         """Check the configuration and the header of the weights.
 
         Raises:
-            InvalidAdapterError: the folder has no weights, or none that are finite, or is not plain
-                LoRA.
+            InvalidAdapterError: the folder has no weights, has weights that are not finite, or is
+                not plain LoRA.
         """
         tuned = config.get("fine_tune_type", "lora")
         if tuned != "lora":
@@ -80,15 +80,15 @@ class MlxFolder:
         return cls(path, float(scale), layers, depth if type(depth) is int else None)
 
     def require_whole(self, names: Collection[str], blocks: int) -> None:
-        """Reject an adapter whose file lacks what mlx-lm would have trained: in each of the last
-        blocks the same.
+        """Reject an adapter whose file is incomplete. mlx-lm trains the same layers in each of the
+        last blocks.
 
         Args:
-            names: Of the model's linear layers.
-            blocks: How many the model has.
+            names: The names of the model's linear layers.
+            blocks: How many blocks the model has.
 
         Raises:
-            InvalidAdapterError: it lacks a layer.
+            InvalidAdapterError: the file lacks a layer.
         """
         if self.depth is None:
             return
@@ -117,7 +117,7 @@ class MlxFolder:
 
 
 def _layers(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Raises: InvalidAdapterError: not every tensor is one of two matrices that fit together."""
+    """Raises: InvalidAdapterError: the tensors are not pairs of matrices that fit together."""
     strange = [name for name in tensors if not name.endswith((DOWN, UP))]
     if strange or not tensors:
         found = strange[0] if strange else "no tensors"

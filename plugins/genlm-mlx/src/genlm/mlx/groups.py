@@ -14,23 +14,24 @@ from genlm.kit.segments import Trunk
 from genlm.mlx.attention import Partial
 from genlm.mlx.chunk import Chunk, LayerState
 
-#: Added to the logit of a masked position. Not infinity: where all positions of a part are masked,
-#: it would have no finite maximum.
+#: Added to the logit of a masked position. With minus infinity, a part in which all positions are
+#: masked would have no finite maximum.
 FAR_BELOW = -1e30
 
 
 @frozen(eq=False)
 class Part:
     """Positions that tokens of a group attend to: in slots of the table, or in a trunk. The tokens
-    lie in a grid: a line for each slot, padded to the same number.
+    lie in a grid with a line for each slot, padded to equal length.
 
     Attributes:
-        trunk: The trunk; ``None`` is the table.
+        trunk: The trunk; ``None`` means the table.
         slots: The slots that are read, one for each line: a slice, or an array of them.
         columns: How many columns are read.
         last: The last column that each place of the grid may read, ``[lines, width]``.
-        tokens: The token of the group at each place; ``None`` if they are the same.
-        places: The place of each of these tokens; ``None`` if they are the same.
+        tokens: The token of the group at each place of the grid; ``None`` if both are in the same
+            order.
+        places: The place of each token in the grid; ``None`` if both are in the same order.
     """
 
     trunk: Trunk | None
@@ -71,7 +72,8 @@ class Part:
     def partial(
         self, queries: mx.array, table: LayerState, layer: int, window: int | None
     ) -> Partial:
-        """The same with scaled queries, to be merged: ``[tokens, heads, dim]``."""
+        """Attention of scaled ``[tokens, heads, dim]`` queries to this part, in a form that can be
+        merged with other parts."""
         keys, values = self._read(table, layer, window)
         _, heads, dim = queries.shape
         kv_heads, width = keys.shape[1], self.last.shape[1]
@@ -99,10 +101,10 @@ class Part:
         return places if self.places is None else places[self.places]
 
     def _mask(self, window: int | None, repeats: int = 0) -> Any:
-        """The mask for MLX's kernel, or a mask to add, with ``repeats`` heads of queries to each of
-        keys; ``None`` if every place reads all columns."""
+        """The mask for MLX's kernel or, with ``repeats`` query heads for each key head, an additive
+        mask. ``None`` if every place reads all columns."""
         if not repeats and len(self.last) == 1 and (window is None or window >= self.columns):
-            return "causal"  # its last token is in the last column
+            return "causal"  # the last token is in the last column
         if (window, repeats) not in self._masks:
             column = np.arange(self.first(window), self.columns)
             last = self.last[:, None, :, None]
@@ -122,12 +124,12 @@ class Group:
     """New tokens of a trunk, or of slots of the table, whose attention is computed together.
 
     Attributes:
-        tokens: Which tokens of the forward pass.
-        positions: The position of each.
-        into: The slots and columns that they are written into: a rectangle if both are slices, else
-            a slot and a column for every token.
+        tokens: The group's tokens among those of the forward pass.
+        positions: The position of each token.
+        into: The slots and columns into which the tokens are written: a rectangle if both are
+            slices, otherwise a slot and a column for every token.
         own: The positions of the slots, or of the trunk.
-        below: Those of the trunks that some of them stand on.
+        below: The positions of trunks that come before some of the tokens.
     """
 
     tokens: slice
@@ -140,16 +142,16 @@ class Group:
     def of(
         cls, start: int, chunks: Sequence[Chunk], widths: np.ndarray, indices: np.ndarray
     ) -> Group:
-        """The chunk of a trunk, or those of slots in the order of the table.
+        """A group of the chunk of one trunk, or of chunks of slots in the order of the table.
 
         Args:
             start: The place of the first token in the forward pass.
             chunks: The chunks.
-            widths: How many tokens each has.
-            indices: The slot of each, in the table or in the trunk, which has one.
+            widths: How many tokens each chunk has.
+            indices: The slot of each chunk: in the table, or in the trunk, which has only one.
         """
         segment = chunks[0].segment
-        # Of each token: its chunk, its place in that, its position and its column.
+        # For each token: its chunk, its index in the chunk, its position and its column.
         owner = np.repeat(np.arange(len(chunks)), widths)
         nth = np.arange(len(owner)) - np.repeat(np.cumsum(widths) - widths, widths)
         positions = nth + np.repeat([chunk.start for chunk in chunks], widths)
@@ -161,7 +163,8 @@ class Group:
         if span * width != len(owner) or np.ptp(column[nth == 0]):
             into = mx.array(indices[owner], mx.int32), mx.array(column, mx.int32)
         lines = indices - first
-        if span > 2 * len(indices):  # with few other slots between the wanted ones, all are read
+        # If most slots in the span are wanted, all of them are read, without a copy.
+        if span > 2 * len(indices):
             lines, slots = np.arange(len(indices)), mx.array(indices, mx.int32)
         size = (int(lines[-1]) + 1) * width
         places = lines[owner] * width + nth
@@ -180,7 +183,7 @@ class Group:
         return cls(slice(start, start + len(owner)), positions, into, own, below)
 
     def write(self, table: LayerState, layer: int, new: LayerState) -> None:
-        """Put the tokens' new keys and values, out of those of all tokens, into their places."""
+        """Write the group's share of the new keys and values into the slots or the trunk."""
         slots, columns = self.into
         for state, more in zip(self.own.state(table, layer), new, strict=True):
             mine = more[self.tokens, :, 0]
@@ -198,7 +201,7 @@ class Group:
         window: int | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Attention of the group's out of all queries, ``[tokens, heads, 1, dim]``."""
+        """Attention of the group's share of all queries, ``[tokens, heads, 1, dim]``."""
         queries = queries[self.tokens]
         below = [part for part in self.below if part.first(window) < part.columns]
         if not below:
@@ -211,7 +214,8 @@ class Group:
 
 
 def below_of(chunks: Sequence[Chunk], owner: np.ndarray, positions: np.ndarray) -> list[Part]:
-    """The trunks below tokens, of which these are the chunk and the position of each."""
+    """The trunks below the tokens of chunks. ``owner`` and ``positions`` are the chunk and the
+    position of each token."""
     above: dict[tuple[Trunk, int], list[int]] = defaultdict(list)
     for at, chunk in enumerate(chunks):
         if chunk.segment.parent is not None:

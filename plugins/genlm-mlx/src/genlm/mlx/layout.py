@@ -1,6 +1,6 @@
 """The layout of one forward pass: where each token's keys and values go, and what it attends to.
 
-For the model each token is a sequence of its own, so nothing is padded outside attention.
+The model gets each token as a sequence of its own, so nothing is padded outside attention.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from genlm.kit.segments import Slot
 from genlm.mlx.chunk import Chunk, LayerState
 from genlm.mlx.groups import Group
 
-#: Slots with up to this many new tokens are attended together, each padded to the longest.
+#: The attention of slots with up to this many new tokens is computed together, each padded to the
+#: longest.
 MAX_PADDED_TOKENS = 8
 
 
 class Layout:
-    """Chunks of trunks and slots, in one forward pass; at most one of each segment.
+    """The chunks of one forward pass, in trunks and slots; at most one chunk of each segment.
 
     Attributes:
-        tokens: The tokens: those of trunks first, each trunk by itself; then those of slots,
-            grouped by about the same number of new ones, in the order of the table.
+        tokens: The tokens. Those of trunks come first, trunk by trunk. Those of slots follow, in
+            groups with about the same number of new tokens, each in the order of the table.
         versions: The version of each token's adapter.
         offsets: The position of each token.
-        last: The place of each chunk's last token.
+        last: The index of each chunk's last token.
         trunks: The trunks.
     """
 

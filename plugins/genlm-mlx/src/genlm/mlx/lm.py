@@ -8,7 +8,7 @@ from genlm.core.lm import NamedLM
 
 
 class AsyncMlxLM(NamedLM):
-    """A language model evaluated by mlx-lm; make one with :meth:`from_name`."""
+    """A language model evaluated by mlx-lm; use :meth:`from_name` to create one."""
 
     @classmethod
     def from_name(

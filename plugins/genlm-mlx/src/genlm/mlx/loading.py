@@ -29,11 +29,11 @@ from genlm.mlx.repairs import repair
 from genlm.mlx.runner import Runner
 from genlm.mlx.settings import refuse_unread
 
-#: Rotary settings, and what mlx-lm's GPT-NeoX calls them.
+#: Rotary settings, each with its name in mlx-lm's GPT-NeoX.
 GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 
-#: What mlx-lm raises for a configuration or weights that it does not know, as it loads or at the
-#: first row; one of its models ends the process.
+#: The errors that mlx-lm raises for a configuration or weights that it does not know, while loading
+#: or at the first row. SystemExit is among them because one of its models ends the process.
 UNREAD = (
     AttributeError, LookupError, NotImplementedError, OSError, SystemExit, TypeError, ValueError,
 )  # fmt: skip
@@ -147,12 +147,12 @@ def honoured(model: Any, settings: Any, longest: int | None) -> int | None:
 
 
 def amended(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What to add to a checkpoint's configuration so that mlx-lm 0.32 understands what transformers
-    5 writes.
+    """The settings that a checkpoint's configuration needs so that mlx-lm 0.32 understands what
+    transformers 5 writes.
 
-    Above all the rotary embedding: transformers 5 writes ``rope_parameters``, but most of mlx-lm's
-    models read only ``rope_theta`` and ``rope_scaling``, and take a default if there are none: then
-    the logits are wrong without any message.
+    The most important is the rotary embedding. transformers 5 writes ``rope_parameters``, but most
+    of mlx-lm's models read only ``rope_theta`` and ``rope_scaling``. Without these they use a
+    default, and the logits are wrong without any message.
     """
     lifted: dict[str, Any] = {}
     if "n_positions" in config:
@@ -179,8 +179,8 @@ def amended(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsaid(config: Mapping[str, Any], settings: Any) -> dict[str, Any]:
-    """What a configuration leaves to the defaults of its family in transformers; mlx-lm has others,
-    for example for ``tie_word_embeddings``."""
+    """The settings that a configuration leaves to transformers' defaults for its family. mlx-lm's
+    defaults differ, for example for ``tie_word_embeddings``."""
     if settings is None:
         return {}
     if isinstance(inner := config.get("text_config"), dict):

@@ -1,4 +1,4 @@
-"""How many files the process may open, which is the program's own choice."""
+"""Keeps mlx-lm from lowering the process's limit of open files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def never_fewer() -> Iterator[None]:
-    """Inside the block, limits are raised and never lowered. mlx-lm sets that of open files as it
-    is imported: to more than a Mac allows, and to less than many programs have. The greatest one
-    that is allowed could not be raised again."""
+    """Inside the block, limits can be raised but not lowered. When mlx-lm is imported, it sets the
+    limit of open files to more than a Mac allows, and to less than many programs have. A lowered
+    hard limit could not be raised again."""
     setrlimit = resource.setrlimit
 
     def raised(kind: int, wanted: tuple[int, int]) -> None:

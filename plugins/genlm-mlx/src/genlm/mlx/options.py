@@ -10,7 +10,7 @@ from attrs import fields, frozen
 from genlm.core import checks
 from genlm.core.options import refuse_unknown
 
-#: What people know from other backends and from mlx-lm, and what to do here.
+#: Names that users know from other backends and from mlx-lm, each with the option to use instead.
 ELSEWHERE = {
     "adapter_path": "load the adapter with lm.add_new_lora(path, name)",
     "device": "the model is on MLX's default device",
@@ -22,7 +22,7 @@ ELSEWHERE = {
 
 @frozen
 class Options:
-    """What the user chose; :meth:`genlm.mlx.AsyncMlxLM.from_name` describes it."""
+    """The user's options, which :meth:`genlm.mlx.AsyncMlxLM.from_name` describes."""
 
     prefill_step_size: int = 2048
     kv_cache_bytes: int | None = None

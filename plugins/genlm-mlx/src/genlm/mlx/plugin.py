@@ -1,4 +1,4 @@
-"""What the entry point ``mlx`` names. Importing it imports no engine."""
+"""The module that the entry point ``mlx`` names. Importing it imports no engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from genlm.core import BackendInfo, hookimpl
 from genlm.core.types import Engine
 
 PREFERENCE_ON_APPLE = 100
-PREFERENCE_ELSEWHERE = -1  # never chosen automatically: there transformers is faster
+# Elsewhere it is never chosen automatically, because transformers is faster there.
+PREFERENCE_ELSEWHERE = -1
 
 
 @hookimpl
@@ -39,7 +40,7 @@ def genlm_load(model: str, options: Mapping[str, object], verify: Any) -> Engine
     try:
         return load_verified(subject_of(model, options), verify, lambda name: load(name, options))
     except BaseException:
-        mx.clear_streams()  # as genlm_close does: the thread ends now
+        mx.clear_streams()  # cleared as in genlm_close, because the thread ends now
         raise
 
 

@@ -1,4 +1,4 @@
-"""Tests which store fits a model, by comparing with rows computed alone."""
+"""The probe: finds out which store gives right rows, by comparing with rows computed alone."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from genlm.mlx.store import Store
 from genlm.mlx.windows import narrowed
 from mlx.utils import tree_flatten
 
-#: The most total variation between a batched row and the same row alone, for float32 weights and
-#: for less precise ones.
+#: The largest total variation between a batched row and the same row computed alone, for float32
+#: weights and for less precise ones.
 TOLERANCE, COARSE_TOLERANCE = 5e-4, 0.1
 
-#: Sequences in a batch of the probe. Masks and states of the wrong shape may broadcast by accident
-#: if the batch is as large as some number of heads: no number of heads equals both.
+#: The number of sequences in a batch of the probe. It equals no number of heads, because masks and
+#: states of a wrong shape might otherwise broadcast by accident.
 BATCHES = (5, 7)
 
-#: The most tokens of each sequence that the probe feeds at a time, so that unequal ones take
-#: several chunks.
+#: The most tokens of each sequence that the probe feeds at a time, so that sequences of unequal
+#: length take several chunks.
 CHUNK = 3
 
-#: Numbers for sharing that short contexts reach.
+#: Costs of sharing that are so low that short contexts share.
 SHARING_COSTS = SharingCosts(sharing=2, product=2, trunk=16)
 
-#: The width of a repaired window during the probe: contexts are longer.
+#: The width of a repaired window during the probe, which is less than the length of its contexts.
 WINDOW = 6
 
-#: What models raise for a cache that they were not written for.
+#: The errors that models raise for a cache for which they were not written.
 REFUSED = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError)
 
 
 def store_of(runner: Runner, max_bytes: int | None) -> Blocks | Store | None:
-    """What keeps state so that rows are right: in a table with shared prefixes, in blocks of
-    sequences of unequal length, in blocks whose sequences are fed the same number of tokens, or
-    nothing."""
+    """The best store with right rows: a table with shared prefixes, blocks of sequences of unequal
+    length, blocks whose sequences are fed the same number of tokens, or ``None``."""
     if not all(hasattr(layer, "merge") for layer in runner.empty_cache()):
         return None
     if _can_share(runner):
@@ -64,9 +63,9 @@ def _batches(runner: Runner, count: int, ragged: bool) -> bool:
 
 
 def _can_share(runner: Runner) -> bool:
-    """Whether a model keeps keys and values of all its positions alone."""
+    """Whether a model's caches hold nothing but keys and values of all positions."""
     caches = runner.empty_cache()
-    # Of some rotating caches the first tokens stay in the window.
+    # Some rotating caches keep the first tokens in the window.
     return all(
         type(layer) in (KVCache, RotatingKVCache) and not getattr(layer, "keep", 0)
         for layer in caches
@@ -81,8 +80,8 @@ def _shares(runner: Runner) -> bool:
 
 
 def _unequal(count: int) -> list[list[Key]]:
-    """Prompts of unequal length, then with one token more, then with several, then with several
-    more and those that begin them."""
+    """Batches of prompts of unequal length: first the prompts, then extended by one token, then by
+    several, then by several more together with their own beginnings."""
     prompts: list[Key] = [(0, *range(1 + at, 4 + at + 2 * at % 7)) for at in range(count)]
     grown = [(*key, 7) for key in prompts]
     further = [(*key, *range(2, 4 + at % 2)) for at, key in enumerate(grown)]
@@ -104,8 +103,8 @@ def _behind_prompts(count: int) -> list[list[Key]]:
 def _right(
     runner: Runner, make: Callable[[], Blocks | Store], batches: Sequence[Sequence[Key]]
 ) -> bool:
-    """Whether a store's rows of these batches, one after the other, are those computed alone."""
-    with narrowed(runner.model, WINDOW):  # so narrow that short contexts are longer
+    """Whether a store's rows of consecutive batches agree with rows computed alone."""
+    with narrowed(runner.model, WINDOW):  # so narrow that short contexts exceed it
         try:
             store = make()
         except REFUSED:
@@ -113,7 +112,8 @@ def _right(
         try:
             return all(_agree(runner, store, keys) for keys in batches)
         finally:
-            store.clear()  # its parts refer to each other, and would stay until a collection
+            # Its parts refer to each other, and would stay until a garbage collection.
+            store.clear()
 
 
 def _agree(runner: Runner, store: Blocks | Store, keys: Sequence[Key]) -> bool:
@@ -127,7 +127,8 @@ def _agree(runner: Runner, store: Blocks | Store, keys: Sequence[Key]) -> bool:
 
 
 def _probabilities(logits: mx.array) -> Any:
-    """With NumPy, in double precision: MLX's sum over a large vocabulary is inexact on the CPU."""
+    """Probabilities, computed by NumPy in double precision, because MLX's sum over a large
+    vocabulary is inexact on the CPU."""
     exact = np.array(logits).astype(np.float64)
     odds = np.exp(exact - exact.max(axis=-1, keepdims=True))
     return odds / odds.sum(axis=-1, keepdims=True)

@@ -27,8 +27,8 @@ class Gemma2Attention(gemma2.Attention):  # type: ignore[misc]
 class Gemma3Embedding:
     """Embeddings that Gemma 3 multiplies with the root of their size in their own type.
 
-    mlx-lm rounds the root to bfloat16 for all types. Here they are multiplied with the missing
-    factor: it is 1 for bfloat16, and if the root is exact.
+    mlx-lm rounds the root to bfloat16 for all types. This class multiplies the embeddings with the
+    missing factor, which is 1 for bfloat16 or if the root is exact.
     """
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -39,7 +39,8 @@ class Gemma3Embedding:
 
 
 class MiniCPM:
-    """MiniCPM with tied embeddings: mlx-lm divides only what goes into a head of its own."""
+    """MiniCPM with tied embeddings. mlx-lm divides the input of the output layer only if that has
+    weights of its own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         found: mx.array = super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -47,12 +48,12 @@ class MiniCPM:
 
 
 class Scaled:
-    """A linear layer of Falcon-H1 whose values have a factor that mlx-lm leaves out. It is no part
-    of the weights, since a program may load others.
+    """A linear layer of Falcon-H1 with a factor that mlx-lm leaves out. The factor is not
+    multiplied into the weights, since a program may load others.
 
     Attributes:
-        before: The factor of what goes in.
-        after: The factor of what comes out, its bias included.
+        before: The factor of the inputs.
+        after: The factor of the outputs, including the bias.
     """
 
     before: float
@@ -64,10 +65,11 @@ class Scaled:
 
 
 class Experts(switch_layers.SwitchLinear):  # type: ignore[misc]
-    """Experts whose products are computed in float32: MLX has no other ones on the CPU."""
+    """Experts whose products are computed in float32, the only type in which MLX computes them on
+    the CPU."""
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        if self.weight.dtype != mx.float32:  # others were loaded
+        if self.weight.dtype != mx.float32:  # the program has loaded weights of another type
             self.set_dtype(mx.float32)
         return super().__call__(x.astype(mx.float32), *args, **kwargs).astype(x.dtype)
 
@@ -85,7 +87,7 @@ def repair(model: Any) -> None:
                 after = name.endswith("k_proj")
                 module.before, module.after = (1.0, factor) if after else (factor, 1.0)
     for _, module in model.named_modules():
-        # Only the class: parameters, and the names by which adapters find them, stay.
+        # Only the class changes, so parameters, and the names by which adapters find them, stay.
         if type(module) is gemma2.Attention:
             module.__class__ = Gemma2Attention
         if type(module) is switch_layers.SwitchLinear and mx.default_device() == mx.cpu:
@@ -97,11 +99,11 @@ def repair(model: Any) -> None:
 
 
 def folded(model: Any, name: str, outputs: int) -> Any:
-    """The factor of a linear layer's outputs that mlx-lm has in its weights, or that is added here,
-    and that transformers has elsewhere: a number, or ``[outputs]``.
+    """The factor by which the outputs of a linear layer differ from transformers', because mlx-lm
+    multiplies it into the weights, or :func:`repair` into the layer: a number, or ``[outputs]``.
 
-    Falcon-H1 multiplies the values that go through its layers; mlx-lm multiplies the weights
-    instead. Weights of one show the factor.
+    transformers' Falcon-H1 multiplies the values that go through its layers; mlx-lm multiplies the
+    weights instead. Converting weights of 1 shows the factor.
     """
     if not isinstance(model, falcon_h1.Model):
         return 1.0
@@ -112,8 +114,8 @@ def folded(model: Any, name: str, outputs: int) -> Any:
 
 
 def _left_out(model: Any, name: str) -> float:
-    """The factor that mlx-lm leaves out in a layer of Falcon-H1: it has another name for keys
-    there, and forgets values."""
+    """The factor that mlx-lm leaves out in a layer of Falcon-H1. It looks for the factor of keys
+    under another name, and has none for values."""
     if name.endswith("self_attn.k_proj"):
         return float(model.args.key_multiplier)
     if name.endswith("self_attn.v_proj"):

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from genlm.kit.settings import layer_type, rotaries
 from mlx.utils import tree_unflatten
 
-#: mlx-lm's rotary embeddings, which take the same arguments.
+#: mlx-lm's classes of rotary embeddings, which take the same arguments.
 KINDS = (
     nn.RoPE,
     rope_utils.DynamicNTKScalingRoPE,
@@ -23,7 +23,7 @@ KINDS = (
     DeepseekV2YarnRotaryEmbedding,
 )
 
-#: What mlx-lm computes as transformers does.
+#: The classes that compute the same as transformers'.
 RIGHT = ("proportional", "mrope")
 
 
@@ -32,8 +32,9 @@ class Rotary(nn.Module):  # type: ignore[misc]
 
     Args:
         like: The module that it replaces: as many features, in the same order.
-        periods: In how many positions each pair of features turns by one radian: ``[dims / 2]``.
-        factor: The factor of rotated features.
+        periods: The number of positions over which each pair of features turns by one radian:
+            ``[dims / 2]``.
+        factor: The factor that rotated features are multiplied with.
     """
 
     def __init__(self, like: Any, periods: mx.array, factor: float) -> None:
@@ -59,8 +60,8 @@ class Rotary(nn.Module):  # type: ignore[misc]
 
 
 def repair(model: Any, settings: Any) -> None:
-    """Replace rotary embeddings that differ from transformers': most of mlx-lm's models know few
-    kinds, none knows all settings, and some count layers to find their type."""
+    """Replace rotary embeddings that differ from transformers'. Most of mlx-lm's models know few
+    kinds, none knows all settings, and some count layers to find a layer's type."""
     wanted = rotaries(settings)
     changed = []
     for name, module in model.named_modules():

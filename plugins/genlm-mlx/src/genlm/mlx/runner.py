@@ -17,13 +17,13 @@ from genlm.mlx.adapters import Adapters, Versions
 Key = tuple[int, ...]  # the version of an adapter, then tokens
 Cache = list[Any]  # one mlx-lm cache per layer
 
-#: The most bytes of logits that are computed together for a score, and how many rows before the
-#: size of the model's vocabulary is known.
+#: The most bytes of logits that are computed together for a score, and the number of rows before
+#: the size of the vocabulary is known.
 LOGITS_BYTES = 128 << 20
 FIRST_LOGITS = 64
 
-#: The most tokens of a forward pass that gives rows, unless there are this few for each context: it
-#: computes the logits after all of them, also where some are wanted.
+#: The most tokens of a forward pass that gives rows, since logits are computed for all its tokens.
+#: A forward pass may have more if each context has at most the second number.
 WITH_LOGITS, LEAST_READ = 128, 5
 
 
@@ -59,8 +59,8 @@ class Runner:
         return make_prompt_cache(self.model)  # type: ignore[no-any-return]
 
     def feed(self, cache: Cache, versions: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
-        """Append ``tokens[i]``, one or more, to sequence ``i``. Meanwhile, sequences of unequal
-        length are padded on the right."""
+        """Append ``tokens[i]``, one or more, to sequence ``i``. During the call, sequences of
+        unequal length are padded on the right."""
         for _ in self._chunks_of(cache, versions, tokens, self.step_size // len(tokens)):
             mx.eval([layer.state for layer in cache])
 
@@ -71,8 +71,9 @@ class Runner:
         tokens: Sequence[Sequence[int]],
         wanted: Sequence[tuple[int, int]],
     ) -> mx.array:
-        """The same, and the logits after the ``wanted`` tokens, ``[len(wanted), vocab_size]``
-        float32. Each is a sequence, and which of its tokens."""
+        """Append tokens as :meth:`feed` does, and return the logits after the ``wanted`` tokens,
+        ``[len(wanted), vocab_size]`` float32. Each wanted token is given by its sequence and its
+        index in ``tokens``."""
         most = min(max(WITH_LOGITS // len(tokens), LEAST_READ), self.step_size // len(tokens))
         order: list[int] = []
         parts: list[mx.array] = []
@@ -90,15 +91,15 @@ class Runner:
     def _chunks_of(
         self, cache: Cache, versions: Sequence[int], tokens: Sequence[Sequence[int]], most: int
     ) -> Iterator[tuple[int, mx.array]]:
-        """Append tokens, about ``most`` columns at a time: the first of these, and the logits of
-        all, which are computed only if they are read."""
+        """Append tokens, about ``most`` columns at a time. Yields the first column of each chunk,
+        and the logits of all its tokens, which are computed only if they are read."""
         lengths = [len(some) for some in tokens]
         width = max(lengths)
         block = mx.array([[*some, *[0] * (width - len(some))] for some in tokens], mx.int32)
         self.adapters.select(versions)
         for start, stop in _chunks(width, most):
-            # Each chunk by itself: mlx-lm treats the lengths of recurrent sequences as places in
-            # the chunk.
+            # Each chunk has lengths of its own, because mlx-lm takes the lengths of recurrent
+            # sequences as places in the chunk.
             own = [min(max(length, start), stop) - start for length in lengths]
             ragged = min(own) < stop - start
             if ragged:
@@ -112,15 +113,15 @@ class Runner:
             yield start, logits
 
     def step(self, cache: Cache, versions: Sequence[int], tokens: Sequence[int]) -> mx.array:
-        """Append one token to each sequence; the logits of the next, ``[len(tokens), vocab_size]``
-        float32."""
+        """Append one token to each sequence, and return the logits of the next one, ``[len(tokens),
+        vocab_size]`` float32."""
         logits = self.one_by_one(cache, versions, tokens).astype(mx.float32)
         mx.eval(logits, [layer.state for layer in cache])
         return logits
 
     def one_by_one(self, cache: Cache, versions: Versions, tokens: Sequence[int]) -> mx.array:
-        """The logits after tokens, each of which is a sequence of its own, ``[len(tokens),
-        vocab_size]``: computed only if they are read."""
+        """The logits after tokens that are each a sequence of their own, ``[len(tokens),
+        vocab_size]``. They are computed only if they are read."""
         self.adapters.select(versions)
         logits: mx.array = self.model(mx.array(tokens, mx.int32)[:, None], cache=cache)[:, -1, :]
         return logits
@@ -129,8 +130,8 @@ class Runner:
         """Append ``tokens`` to a cache of one sequence.
 
         Yields:
-            The logits after each of the ``last`` tokens, ``[n, vocab_size]`` float32: a few at a
-            time, because all of a long text may not fit into memory.
+            The logits after each of the ``last`` tokens, ``[n, vocab_size]`` float32, a few at a
+            time, because those of a long text may not fit into memory.
         """
         if head := tokens[:-last]:
             self.feed(cache, [version], [head])
@@ -155,21 +156,21 @@ class Runner:
 
 
 def _chunks(width: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut ``width`` columns into chunks of about the same length, at most ``most`` if possible. If
-    there are several, none has a single column, because rotating caches do not take such a chunk of
-    sequences of unequal length."""
+    """Divide ``width`` columns into chunks of about the same length, at most ``most`` if possible.
+    If there are several, none has a single column, because rotating caches do not accept such a
+    chunk for sequences of unequal length."""
     count = max(1, min(ceil(width / max(most, 2)), width // 2))
     return pairwise(width * at // count for at in range(count + 1))
 
 
 def in_order(parts: Sequence[tuple[Sequence[int], mx.array]]) -> mx.array:
-    """All rows of some parts, in the order of the numbers that each part gives its rows."""
+    """All rows of some parts, ordered by the numbers that each part gives to its rows."""
     order = np.argsort([number for numbers, _ in parts for number in numbers], kind="stable")
     rows = parts[0][1] if len(parts) == 1 else mx.concatenate([part for _, part in parts])
     return ordered(rows, order)
 
 
 def ordered(rows: mx.array, order: np.ndarray) -> mx.array:
-    """Rows in another order; themselves, if it is the same."""
+    """Rows in another order. If the order is the same, the rows themselves are returned."""
     same = np.array_equal(order, np.arange(len(rows)))
     return rows if same else rows[mx.array(order, mx.int32)]

@@ -9,16 +9,16 @@ from typing import Any
 from genlm.core.errors import EngineError
 from genlm.kit.settings import alike, is_read
 
-#: Settings for which mlx-lm's models know only the family's default, even if they have the name.
+#: Settings for which mlx-lm's models always use the family's default, even if they have the name.
 FIXED = re.compile(r"(^|_)act(ivation)?(_|$)")
 
-#: Settings that change rows, and that models of mlx-lm without the name ignore.
+#: Settings that change rows, and that some models of mlx-lm ignore because they lack the name.
 PERHAPS_READ = re.compile(
     r"softcapping$|^clip_qkv$|^norm_topk_prob$|^rope_interleave$|^use_bidirectional_attention$"
     r"|^scale_attn_(weights|by_inverse_layer_idx)$"
 )
 
-#: Families whose rows are wrong for every checkpoint, and why.
+#: Families whose rows are wrong for every checkpoint, with the reason.
 WRONG = {"ernie4_5_moe": "leaves out the router's e_score_correction_bias"}
 
 
@@ -26,10 +26,11 @@ def _several(number: int | None) -> bool:
     return (number or 1) > 1
 
 
-#: Settings of single families that mlx-lm computes differently, and for which values: it does not
-#: count the features that latent attention rotates, leaves out the factor of its scores, makes the
-#: weights of Jamba's experts sum to one, chooses among groups of AFMoE's experts, normalises all
-#: groups of Mamba 2's features together, and mixes two of Phi-3.5-MoE's experts alone.
+#: Settings of single families that mlx-lm computes differently, with a test for the affected
+#: values. mlx-lm chooses among groups of AFMoE's experts; does not count the features that latent
+#: attention rotates (GLM-4 MoE Lite); normalises all groups of Mamba 2's features together; makes
+#: the weights of Jamba's experts sum to one; leaves out a factor of latent attention's scores
+#: (MiniCPM 3); and mixes only two of Phi-3.5-MoE's experts.
 MISREAD: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("afmoe", "n_group"): _several,
     ("glm4_moe_lite", "partial_rotary_factor"): lambda factor: factor not in (None, 1),
@@ -40,7 +41,8 @@ MISREAD: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("phimoe", "num_experts_per_tok"): lambda experts: experts != 2,
 }
 
-#: Families of which mlx-lm normalises the weights of several experts, and not that of one.
+#: Families in which mlx-lm normalises the weights of several experts, but not the weight of a
+#: single one.
 ONE_EXPERT = (
     "afmoe", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe",
     "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "mimo_v2_flash", "nemotron_h", "solar_open",
@@ -52,7 +54,7 @@ def refuse_unread(settings: Any, model: Any) -> None:
 
     Raises:
         EngineError: a setting differs from the family's default, and the model does not read it; or
-            the family is always wrong.
+            rows of this family are always wrong.
     """
     if settings.model_type in WRONG:
         raise EngineError(
@@ -74,7 +76,7 @@ def refuse_unread(settings: Any, model: Any) -> None:
     read = getattr(inner, "args", None)
     try:
         defaults = type(settings)().to_dict()
-    except Exception:  # some classes have none
+    except Exception:  # some classes have no settings
         return
     for name, value in settings.to_dict().items():
         usual = defaults.get(name, getattr(type(read), name, None))

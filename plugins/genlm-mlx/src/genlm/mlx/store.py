@@ -17,32 +17,32 @@ from genlm.mlx.layout import Layout
 from genlm.mlx.runner import LEAST_READ, WITH_LOGITS, Cache, Runner, in_order, ordered
 from genlm.mlx.table import Table
 
-#: The numbers for decisions on sharing.
+#: The costs with which the planner decides on sharing.
 SHARING_COSTS = SharingCosts(sharing=512, waste=2.0)
 
-#: Up to this many tokens before the last of a context are computed together with it. More are
-#: computed first, without their logits.
+#: Up to this many tokens of each context before its last token are computed together with it. If
+#: there are more, they are computed first, without their logits.
 MAX_TOKENS_BEFORE_LAST = 4
 
-#: The most products of queries and keys for each head in one forward pass of a long context, unless
-#: it would have fewer tokens than this.
+#: The most products of queries and keys for each head in one forward pass of a long context, and
+#: the number of tokens that a forward pass may have in any case.
 MOST_PRODUCTS, LEAST_FED = 1 << 21, 256
 
 
 class Store:
-    """Evaluates contexts, each starting from the longest part of it that is known: a
-    :class:`~genlm.kit.kv.planner.Planner` says where, and the table moves the state.
+    """Evaluates contexts, each from its longest known prefix on. A
+    :class:`~genlm.kit.kv.planner.Planner` decides where, and the table moves the state.
 
     Args:
         runner: The model.
         max_bytes: The most bytes to keep besides the current batch and pinned contexts; the least
             recently used are dropped first. For ``None`` see
             :class:`~genlm.mlx.cache_limit.CacheLimit`.
-        costs: The numbers for decisions on sharing.
-        on_close: Undoes what the model was changed by for this store.
+        costs: The costs with which the planner decides on sharing.
+        on_close: Undoes the changes of the model that this store needs.
 
     Attributes:
-        planner: Says where contexts are computed, and what is kept.
+        planner: Decides where contexts are computed, and what is kept.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Store:
         return in_order([*self.results([_sequence(query) for query in queries])])
 
     def results(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[list[int], mx.array]]:
-        """The wanted rows of distinct sequences, as they are computed: the sequence of each, and
-        logits, ``[n, vocab_size]`` float32. Those of one sequence come in order."""
+        """The wanted rows of distinct sequences, as they are computed. Yields the sequence of each
+        row, and logits, ``[n, vocab_size]`` float32. The rows of one sequence come in order."""
         done = self._table.in_hand = 0
         for batch in self.planner.batches(sequences):
             result = self._computed(batch)
@@ -87,15 +87,16 @@ class Store:
         return self.planner.known(_sequence(query))
 
     def branch(self, query: Query) -> tuple[Cache, int]:
-        """A cache outside the store of what is known of a context without its last token, and how
-        many tokens that is."""
+        """A cache outside the store that holds the known prefix of a context without its last
+        token, and the length of this prefix."""
         context, tree = _sequence(query), self.planner.tree
         found, common = tree.nearest(context.key)
         cache, known = self._runner.empty_cache(), min(common, context.latest_start)
         if found is not None and known:
             tree.touch(found)
             for layer, (keys, values) in zip(cache, self._table.read(found, known), strict=True):
-                rotates = isinstance(layer, RotatingKVCache)  # it may hold more than its window
+                # The cache may hold more than its window.
+                rotates = isinstance(layer, RotatingKVCache)
                 more = (layer.keep, layer.max_size, known) if rotates else ()
                 layer.state = keys, values, known, *more
         return cache, known
@@ -122,13 +123,14 @@ class Store:
     # --- the course of a call ---------------------------------------------------------------------
 
     def _computed(self, batch: Sequence[Placement[TokenSequence]]) -> tuple[list[int], mx.array]:
-        """The rows of a batch, whose state is kept: the indices of their sequences, and logits."""
+        """Compute a batch, and keep its state. Returns the index of each row's sequence, and
+        logits."""
         try:
             owners, logits = self._compute(batch)
-            # State with nan must not stay: a masked column still takes part in products.
+            # State with NaN must not stay: a masked column still takes part in products.
             flags = mx.isnan(logits[:, 0]).tolist()
         except BaseException:
-            self.planner.abandon()  # now: a later command of the table would fail, too
+            self.planner.abandon()  # at once, since later commands of the table would fail too
             raise
         broken = {owner for owner, flag in zip(owners, flags, strict=True) if flag}
         self.planner.commit([one for one in batch if broken.isdisjoint(one.indices())])
@@ -183,8 +185,9 @@ class Store:
             self._run(batch)
 
     def _run(self, chunks: Sequence[Chunk], wanted: Sequence[tuple[int, int]] = ()) -> mx.array:
-        """Compute chunks; the logits after the ``wanted`` tokens, ``[len(wanted), vocab_size]``
-        float32. Each is a chunk and how many tokens before its last one."""
+        """Compute chunks, and return the logits after the ``wanted`` tokens, ``[len(wanted),
+        vocab_size]`` float32. A wanted token is given by its chunk and its distance from the
+        chunk's last token."""
         self._table.layout = layout = Layout(chunks)
         try:
             logits = self._runner.one_by_one(self._table.layers, layout.versions, layout.tokens)
@@ -192,7 +195,7 @@ class Store:
             del self._table.layout
         places = [int(layout.last[number]) - back for number, back in wanted]
         rows = ordered(logits, np.array(places, dtype=int)).astype(mx.float32)
-        # If none is wanted, what follows the last layer's keys and values is not computed.
+        # If no token is wanted, the computation after the last layer's keys and values is skipped.
         mx.eval(rows if wanted else (), [trunk.layers for trunk in layout.trunks])
         self._table.evaluate()
         return rows
@@ -203,7 +206,7 @@ def _sequence(query: Query) -> TokenSequence:
 
 
 def _chunks(one: Placement[TokenSequence], start: int, stop: int) -> list[Chunk]:
-    """The tokens of some positions, for the segments that they go to."""
+    """The positions from ``start`` to ``stop`` as chunks, one for each segment."""
     sequence = one.sequence
     return [
         Chunk(segment, first, sequence.tokens.since(first)[: last - first], sequence.version)
@@ -214,8 +217,8 @@ def _chunks(one: Placement[TokenSequence], start: int, stop: int) -> list[Chunk]
 def _forwards(
     batch: Sequence[Placement[TokenSequence]], starts: Sequence[int], most: int
 ) -> Iterator[list[tuple[Chunk, int]]]:
-    """What to compute from ``starts`` on in forward passes of at most so many tokens, and of which
-    of the batch it is. A forward pass has one chunk of a segment."""
+    """Divide the tokens from ``starts`` on into forward passes of at most ``most`` tokens, with one
+    chunk of each segment. Yields chunks, each with the index of its placement in the batch."""
     pieces: list[tuple[Chunk, int]] = []
     room = most
     for number, (one, start) in enumerate(zip(batch, starts, strict=True)):

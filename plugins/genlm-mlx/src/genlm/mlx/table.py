@@ -1,4 +1,5 @@
-"""The table: the state of many contexts' tails, one slot each, written in place, and of trunks."""
+"""The table: the KV cache of many contexts, in slots and trunks. The end of each context lies in a
+slot of its own, which is written in place."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from genlm.mlx.layout import Layout
 from genlm.mlx.runner import Runner
 from genlm.mlx.windows import windows_of
 
-#: If less than one in this many slots is a fork, each fork is copied alone. Else the whole table is
-#: copied at once, which costs less per slot in MLX, because no slot has to be cut out.
+#: If fewer than one in this many slots is a fork, each fork is copied alone. Otherwise the whole
+#: table is copied at once, which costs less per slot in MLX, because no slot has to be sliced out.
 SLOTS_PER_FORK = 6
 
-#: A limit stays while the next one is lower by at most one part in this many.
+#: A limit is kept until it exceeds the newly computed one by more than one part in this many.
 LIMIT_SLACK_DIVISOR = 8
 
 
@@ -26,12 +27,12 @@ class TableLayer:
     """One layer, in the form of a cache of mlx-lm: keys and values ``[slots, heads, columns,
     dim]``.
 
-    Each token of a forward pass comes as a sequence of its own.
+    Each token of a forward pass is a sequence of its own.
 
     Attributes:
-        index: Its number.
-        window: The most positions that a token attends to; ``None`` is all.
-        keys, values: The state.
+        index: The number of the layer.
+        window: The most positions that a token attends to; ``None`` means all.
+        keys, values: The layer's state.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class TableLayer:
 
     @property
     def dtype(self) -> Any:
-        """Of the values: Phi gives it to what attention returns."""
+        """The type of the values. Phi converts the result of attention to it."""
         return self.values.dtype
 
     def make_mask(self, N: int, return_array: bool = False, window_size: Any = None) -> None:
@@ -63,7 +64,8 @@ class TableLayer:
             raise NotImplementedError("another window, or tokens that are laid out anew")
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[TableLayer, TableLayer]:
-        """Write new keys and values; return itself for attention."""
+        """Write new keys and values. Returns this layer in place of keys and values, so that
+        attention calls :meth:`attend`."""
         self._table.layout.write(self.state, self.index, (keys, values))
         return self, self
 
@@ -72,8 +74,8 @@ class TableLayer:
 
 
 class Table:
-    """Slots of all layers, and trunks, as a :class:`~genlm.kit.kv.commands.Table`: it moves
-    what the planner wants moved.
+    """Slots of all layers, and trunks, as a :class:`~genlm.kit.kv.commands.Table`: it carries out
+    the planner's commands.
 
     Args:
         runner: The model.
@@ -92,9 +94,9 @@ class Table:
         self.layout: Layout
         self.in_hand = 0
         self._cache_limit = CacheLimit(max_bytes)
-        self._limit = 0  # the last one, in positions
+        self._limit = 0  # the last limit, in positions
         cache = runner.empty_cache()
-        runner.feed(cache, [0], [[0]])  # only after this the size of a position is known
+        runner.feed(cache, [0], [[0]])  # the size of a position is known only after this
         self.layers = [
             TableLayer(self, index, window, layer.keys[:0, :, :0], layer.values[:0, :, :0])
             for index, (layer, window) in enumerate(
@@ -113,8 +115,9 @@ class Table:
         mx.eval([layer.state for layer in self.layers])
 
     def limit(self, used: int) -> int:
-        """The most positions: for the current call, for pinned contexts, and some aside. A little
-        less than the last time is as much as that: to shrink, the table would be copied."""
+        """The most positions: those of the current call, of pinned contexts, and a reserve. If the
+        new limit is only a little lower than the last one, the last one stays, because the table is
+        copied to shrink it."""
         used += self.in_hand
         limit = used + self._cache_limit.limit(used * self.position_bytes) // self.position_bytes
         if not limit <= self._limit <= limit + limit // LIMIT_SLACK_DIVISOR:
@@ -122,7 +125,7 @@ class Table:
         return self._limit
 
     def do(self, command: commands.Command) -> None:
-        """Work on one layer at a time, to keep the peak of memory low."""
+        """Carry out a command, one layer at a time to keep the peak of memory low."""
         match command:
             case commands.Resize(slots, columns, kept):
                 self._resize(slots, columns, kept)
@@ -164,7 +167,8 @@ class Table:
     def _front(self, segment: Segment, layer: TableLayer, size: int) -> LayerState:
         """A copy of the first positions of a segment."""
         states, index = _place(segment, layer)
-        taken = mx.array([index], mx.int32)  # a slice would be a view, and keep the whole table
+        # A slice would be a view, and keep the whole table alive.
+        taken = mx.array([index], mx.int32)
         keys, values = (state[:, :, :size][taken] for state in states)
         mx.eval(keys, values)
         return keys, values
@@ -201,12 +205,12 @@ class Table:
     def _move(
         self, sources: Sequence[int], targets: Sequence[int], start: int, columns: int
     ) -> None:
-        """Copy columns from ``start`` on to the front of slots."""
+        """Copy the columns from ``start`` on to the front of slots."""
         taken = mx.array(sources, mx.int32)
         for layer in self.layers:
             for state in layer.state:
-                # Copied out first: with a view of the table still in use, MLX would copy the whole
-                # table.
+                # The columns are copied out first. If a view of the table were still in use, MLX
+                # would copy the whole table.
                 moved = state[:, :, start : start + columns][taken]
                 mx.eval(moved)
                 for at, target in enumerate(targets):
@@ -215,7 +219,7 @@ class Table:
 
 
 def _place(segment: Segment, layer: TableLayer) -> tuple[LayerState, int]:
-    """Where a layer's state of a segment is, and in which slot of it."""
+    """The tensors that hold a layer's state of a segment, and the index of its slot in them."""
     if isinstance(segment, Slot):
         return layer.state, segment.index
     assert isinstance(segment, Trunk)
@@ -223,7 +227,7 @@ def _place(segment: Segment, layer: TableLayer) -> tuple[LayerState, int]:
 
 
 def _joined(parts: Sequence[Sequence[Sequence[mx.array]]]) -> list[LayerState]:
-    """The positions of all parts, one after the other."""
+    """The positions of all parts, concatenated."""
     states = []
     for layer in zip(*parts, strict=True):
         keys, values = (mx.concatenate(some, axis=2) for some in zip(*layer, strict=True))

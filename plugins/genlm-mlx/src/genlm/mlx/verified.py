@@ -1,4 +1,4 @@
-"""What of a model is compared with transformers' own rows of its folder."""
+"""The description of a model that verification compares with transformers' rows of its folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from genlm.kit.verify.subject import Subject
 
 
 def subject_of(model: str, options: Mapping[str, Any]) -> Subject:
-    """A model; no option of this backend changes what it computes."""
+    """The description of a model. No option of this backend changes what a model computes."""
     return Subject(
         model=model,
         engine="mlx-lm",

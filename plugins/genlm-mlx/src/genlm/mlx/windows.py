@@ -35,7 +35,7 @@ def repair(model: Any, settings: Any) -> int | None:
     """Give attention the windows that it has in transformers.
 
     Returns:
-        The longest context that is right, if that could not be done; else ``None``.
+        The longest context with right rows if the attention could not be repaired; else ``None``.
 
     Raises:
         EngineError: mlx-lm has windows in other layers.
@@ -59,18 +59,20 @@ def repair(model: Any, settings: Any) -> int | None:
     if not plain or not all(map(_takes_mask, attentions)):
         return min(window for window in wanted if window)
     for attention, window in zip(attentions, wanted, strict=True):
-        if hasattr(attention, "use_sliding_window"):  # Cohere 2 rotates only there
+        # Cohere 2 rotates positions only in layers with windows.
+        if hasattr(attention, "use_sliding_window"):
             attention.use_sliding_window = window is not None
         if window is not None:
             kind = type(attention)
-            # Only the class: parameters, and the names by which adapters find them, stay.
+            # Only the class changes, so parameters, and the names by which adapters find them,
+            # stay.
             attention.__class__ = type(kind.__name__, (Windowed, kind), {})
             attention.window = window
     return None
 
 
 def windows_of(model: Any, caches: Sequence[Any]) -> list[int | None]:
-    """The window of every layer: that of its attention where it was repaired, else its cache's."""
+    """The window of every layer: that of its attention if repaired, otherwise that of its cache."""
     return [
         getattr(_windowed(layer), "window", getattr(cache, "max_size", None))
         for layer, cache in zip(model.layers, caches, strict=True)
@@ -79,7 +81,7 @@ def windows_of(model: Any, caches: Sequence[Any]) -> list[int | None]:
 
 @contextmanager
 def narrowed(model: Any, window: int) -> Iterator[None]:
-    """Make no repaired window wider than this during the block."""
+    """Inside the block, no repaired window is wider than ``window``."""
     found = [one for layer in model.layers if (one := _windowed(layer)) is not None]
     before = [one.window for one in found]
     for one in found:
@@ -97,8 +99,8 @@ def _windowed(layer: Any) -> Windowed | None:
 
 
 def _forget_pattern(model: Any) -> None:
-    """If a model has fewer layers than the pattern of its windows (Gemma 3, Cohere 2), mlx-lm looks
-    for a missing layer."""
+    """Shorten a pattern of windows that is longer than the model (Gemma 3, Cohere 2), because
+    mlx-lm would look for a missing layer."""
     for _, module in model.named_modules():
         holders: list[Any] = [module, getattr(module, "args", None)]
         for holder in holders:
