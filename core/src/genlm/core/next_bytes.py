@@ -175,7 +175,7 @@ class BytePrefix:
         """The distribution of the next byte, given the context and the text so far.
 
         Returns:
-            ``[257]`` Log-probabilities: of the bytes 0 to 255, and at 256 that no byte follows but
+            ``[257]`` log-probabilities of the bytes 0 to 255, and at 256 that no byte follows but
             a special token, such as the end of the sequence, or one without bytes.
 
         Raises:

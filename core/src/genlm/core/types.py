@@ -280,7 +280,7 @@ class Answer(NamedTuple):
     """A continuous engine's answer to one request: its result, or why it has none.
 
     Attributes:
-        request: The request as it was admitted: a :class:`Query`, a :class:`SampleRequest` or a
+        request: The request as it was admitted: a :class:`Query`, a :class:`SampleRequest`, a
             :class:`ScoreRequest` or a :class:`ReductionRequest`.
         result: The result, or the request's own exception. For a query the row,
             ``[vocab_size]`` float32 log-probabilities. For a draw the ids drawn, without the stop

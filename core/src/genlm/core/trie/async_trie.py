@@ -76,7 +76,7 @@ class AsyncTokenCharacterTrie:
         trie: The trie that computes.
 
     Raises:
-        InvalidInputError: It is none.
+        InvalidInputError: ``trie`` is not a trie.
     """
 
     #: What :meth:`from_vocab` builds, by the name of its backend.
