@@ -169,7 +169,7 @@ def test_a_blocking_method_that_is_awaited_names_the_remedy(mock, name, given) -
 
     with pytest.raises(UnsupportedError, match=rf"{name} blocks, .* call it without await"):
         asyncio.run(awaited())
-    assert not lm.cache_kv([1, 2])
+    assert lm.cache_kv([1, 2]) is None
 
 
 @pytest.mark.parametrize(

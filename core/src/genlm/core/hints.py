@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import functools
 import inspect
@@ -218,6 +219,10 @@ def blocks(method: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(method)
     def blocking(*args: P.args, **options: P.kwargs) -> None:
         method(*args, **options)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:  # nothing can be awaited here, and an interpreter would show a result
+            return None
         return cast(None, Done(method.__name__))
 
     return blocking
