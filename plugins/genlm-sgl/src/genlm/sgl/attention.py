@@ -1,6 +1,6 @@
 """Attention on a CPU in plain PyTorch, for requests of similar length together.
 
-SGLang's own (``torch_native``) takes one request after the other, and for each computes all
+SGLang's own (``torch_native``) computes one request after the other, and for each request all
 positions of its prompt, although only the new ones are needed.
 """
 
@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 #: The most positions that one group gathers: 48 MiB of keys in a model of 135M parameters.
 MOST_POSITIONS = 1 << 16
 
-#: How much of a group may be padding.
+#: The largest share of a group that may be padding.
 MAX_PADDING_SHARE = 0.25
 
 
@@ -26,11 +26,11 @@ class Group:
 
     Attributes:
         tokens: ``[requests, new]``, their tokens in the batch.
-        places: ``[requests, length]``, where in the pool their keys and values are. A shorter
-            request repeats its last place, masked.
-        mask: Added to the scores, ``[requests, 1, new, length]``; ``None`` if everything is
-            attended to, or everything before.
-        from_the_beginning: Whether nothing comes before the new tokens.
+        places: ``[requests, length]``, the places of their keys and values in the pool. A shorter
+            request repeats its last place, which is masked.
+        mask: Added to the scores, ``[requests, 1, new, length]``; ``None`` if a token attends to
+            all positions, or to all positions up to its own.
+        from_the_beginning: Whether the new tokens are the beginning of their contexts.
     """
 
     tokens: torch.Tensor
@@ -52,8 +52,8 @@ class Group:
             query: ``[tokens, heads, size]``, of the whole batch.
             keys: ``[places, key heads, size]``, the pool.
             values: ``[places, key heads, size]``, the pool.
-            scaling: The factor of scores; ``None`` is one over the root of the size.
-            cap: What scores come near to, and never reach; 0 is none.
+            scaling: The factor of scores; ``None`` means one over the root of the size.
+            cap: The bound on the absolute values of scores; 0 means no cap.
 
         Returns:
             ``[requests, new, heads, size]``.
@@ -63,7 +63,7 @@ class Group:
             each[self.places].transpose(1, 2).to(query.dtype) for each in (keys, values)
         )
         requests, heads, new, size = asked.shape
-        if new == 1:  # then the heads that share a key count as queries of it
+        if new == 1:  # then the query heads that share a key count as further queries
             asked = asked.reshape(requests, known.shape[1], -1, size)
         causal = self.mask is None and self.from_the_beginning and new > 1
         if cap:
@@ -90,7 +90,7 @@ def _capped(
     scaling: float | None,
     cap: float,
 ) -> torch.Tensor:
-    """Attention whose scores are capped, which PyTorch's own has not."""
+    """Attention with capped scores, which PyTorch's own attention lacks."""
     if asked.shape[1] != known.shape[1]:
         shared = asked.shape[1] // known.shape[1]
         known, values = (each.repeat_interleave(shared, dim=1) for each in (known, values))
@@ -115,11 +115,11 @@ def groups(
     """Divide a batch into groups.
 
     Args:
-        tables: ``[requests, longest]``, where in the pool each position of each request is.
-        lengths: The length of each request, with its new tokens.
-        new: How many of its tokens are new.
+        tables: ``[requests, longest]``, the place in the pool of each position of each request.
+        lengths: The length of each request, including its new tokens.
+        new: How many tokens of each request are new.
         dtype: The dtype of the queries.
-        before: How many positions before its own a token attends to; ``None`` is all.
+        before: How many positions before its own a token attends to; ``None`` means all.
     """
     ends = torch.tensor(new).cumsum(0).tolist()
     for members in _alike(lengths, new):
@@ -147,7 +147,7 @@ def groups(
 
 
 def _alike(lengths: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
-    """The numbers of requests that make a group, the shortest first."""
+    """The indices of the requests of each group, shortest first."""
     group: list[int] = []
     filled = 0
     for i in sorted(range(len(new)), key=lambda i: (new[i], lengths[i])):
@@ -163,14 +163,14 @@ def _alike(lengths: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
 
 
 def install() -> None:
-    """Let SGLang use it for ``torch_native``."""
+    """Let SGLang use this attention for ``torch_native``."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     register_attention_backend("torch_native")(_backend())
 
 
 def is_installed(backend: Any) -> bool:
-    """Whether a model attends by it."""
+    """Whether a model uses this attention."""
     return hasattr(backend, "_run_groups")
 
 
@@ -178,14 +178,15 @@ def _backend() -> type:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     class GroupedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-        """SGLang's own, except for attention to earlier positions of the same text."""
+        """SGLang's own attention backend, except for attention to earlier positions of the same
+        text."""
 
         _groups: dict[int | None, list[Group]]
         _cap: float
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             super().init_forward_metadata(forward_batch)
-            self._groups = {}  # by windows: the same in all layers of a forward
+            self._groups = {}  # by window, because they are the same in all layers of a forward
 
         def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **how: Any) -> Any:
             self._cap = layer.logit_cap

@@ -1,4 +1,4 @@
-"""The construction of SGLang's scheduler in this process, and the cleaning up at the end."""
+"""The construction of SGLang's scheduler in this process, and the clean-up at the end."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from genlm.sgl.weights import required
 
 
 def construct(options: Mapping[str, Any], gpu_id: int, settings: Any) -> Any:
-    """Does what ``run_scheduler_process`` does, without making the process a worker: no title, no
-    handlers, no affinity. For the arguments see :class:`genlm.sgl.internals.Scheduler`."""
+    """Construct the scheduler as ``run_scheduler_process`` does, but without making the process a
+    worker: title, signal handlers and affinity stay. For the arguments see
+    :class:`genlm.sgl.internals.Scheduler`."""
     from sglang.srt.managers import scheduler as module
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import publish
 
     load_plugins()
-    # It would be a thread that never ends, and signals the process when a step takes its time.
+    # The watchdog would be a thread that never ends, and that signals the process when a step takes
+    # long.
     module.create_scheduler_watchdog = lambda *_, **__: None
     if options.get("device") == "cpu":
         attention.install()
     arguments = _server_args(options)
     ports = _ports(arguments)
-    # Early releases take the ranks here.
+    # Early releases take the ranks as arguments of the scheduler.
     if "gpu_id" in inspect.signature(module.Scheduler.__init__).parameters:
         publish(arguments, role="scheduler")
         ranks = {
@@ -51,8 +53,8 @@ def construct(options: Mapping[str, Any], gpu_id: int, settings: Any) -> Any:
         with required(arguments.model_path, settings):
             scheduler.__init__(arguments, ports, **place)
     finally:
-        # Also when the constructor fails: when an open socket is collected, it waits for ever until
-        # its messages are read.
+        # This also runs if the constructor fails. An open socket that is garbage-collected would
+        # wait for ever until its messages are read.
         if hasattr(scheduler, "ipc_channels"):
             _close_channels(scheduler)
         _remove_load_report(scheduler)
@@ -74,8 +76,8 @@ def _server_args(options: Mapping[str, Any]) -> Any:
 
 
 def _ports(arguments: Any) -> Any:
-    """Addresses of the other processes, which do not exist here; without the files that SGLang
-    makes to reserve their names."""
+    """The addresses of the other processes, which do not exist here. The files with which SGLang
+    reserves their names are removed."""
     from sglang.srt.server_args import PortArgs
 
     ports = PortArgs.init_new(arguments)
@@ -86,27 +88,27 @@ def _ports(arguments: Any) -> Any:
 
 
 def _close_channels(scheduler: Any) -> None:
-    """Close the sockets to the tokenizer and detokenizer processes, which do not exist here:
-    messages would pile up."""
+    """Close the sockets to the tokenizer and detokenizer processes, which do not exist here, so
+    that no messages pile up."""
     channels = scheduler.ipc_channels
     for sender in (channels.send_to_tokenizer, channels.send_to_detokenizer):
-        sender.socket = None  # SGLang's own sign that nobody listens
-    # And all of its sockets; options add some.
+        sender.socket = None  # SGLang's own mark for a missing receiver
+    # The context is destroyed with all its sockets, since options may add some.
     channels.recv_from_tokenizer.context.destroy(linger=0)
 
 
 def _remove_load_report(scheduler: Any) -> None:
-    """Remove the file in shared memory by which a scheduler tells other processes how busy it is:
-    nobody reads it here, and SGLang leaves it behind."""
+    """Remove the file in shared memory in which a scheduler reports its load to other processes. It
+    has no reader here, and SGLang would leave it behind."""
     if (report := getattr(scheduler, "load_snapshot_writer", None)) is not None:
-        scheduler.load_snapshot_writer = None  # SGLang's own sign that nobody asks
+        scheduler.load_snapshot_writer = None  # SGLang's own mark for a missing reader
         report.close()
         if path := getattr(report, "path", None):
             Path(path).unlink(missing_ok=True)
 
 
 def release_globals() -> None:
-    """Let go of what SGLang keeps for the whole process, so that another model can be loaded."""
+    """Release SGLang's process-wide state, so that another model can be loaded."""
     from sglang.srt import runtime_context
     from sglang.srt.distributed import (
         destroy_distributed_environment,
@@ -118,17 +120,18 @@ def release_globals() -> None:
     destroy_model_parallel()
     destroy_distributed_environment()
     for name, value in list(vars(parallel_state).items()):
-        if isinstance(value, parallel_state.GroupCoordinator):  # it would keep sockets open
+        # The coordinator would keep sockets open.
+        if isinstance(value, parallel_state.GroupCoordinator):
             setattr(parallel_state, name, None)
-    # Where the experts of the last model are; another model's must not be there.
+    # The places of the last model's experts must not be used for another model.
     runtime_context.get_resources().expert_location_metadata = None
     factory._ROPE_DICT.clear()
     _forget_frames()
 
 
 def _forget_frames() -> None:
-    """Modules of SGLang keep why an import failed, with all frames of that time: also those that
-    hold the scheduler."""
+    """Drop the tracebacks of failed imports that SGLang's modules keep. Their frames may hold the
+    scheduler."""
     for name, module in list(sys.modules.items()):
         if name.startswith("sglang."):
             for value in list(vars(module).values()):

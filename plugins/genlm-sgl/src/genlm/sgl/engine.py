@@ -1,4 +1,4 @@
-"""The hooks, on top of SGLang's scheduler."""
+"""SglEngine, the object that implements the hooks of the core on top of SGLang's scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from genlm.sgl.sampling import native_draw
 
 log = get_logger()
 
-#: A request that shows whether the scheduler works.
+#: The key of a request that shows whether the scheduler works.
 PROBE = Query(token_ids=(0,), cold=True)
 
 
@@ -29,8 +29,8 @@ class SglEngine:
     """One model in SGLang's scheduler, which admits new requests between its steps.
 
     Attributes:
-        gives_scores: Whether SGLang is asked for scores: with LoRA they are read from rows, and
-            where they would have mass on padding.
+        gives_scores: Whether SGLang is asked for scores. With LoRA, or if padding would have mass,
+            they are made from rows instead.
     """
 
     gives_scores = True
@@ -46,7 +46,8 @@ class SglEngine:
         device = next(self.model.parameters()).device
         self.device = str(device)
         self.dtype = str(scheduler.dtype)
-        self._width = self.vocab_size  # of rows; less where padding is known to have no mass
+        # The width of rows, which is less if padding is known to have no mass.
+        self._width = self.vocab_size
         self._in_flight: dict[str, Request] = {}
         self._new_requests = NewRequests(scheduler, tokens_per_forward(device.type))
         self._pinned: dict[Query, Any] = {}
@@ -83,7 +84,8 @@ class SglEngine:
         samples: Sequence[SampleRequest],
         scores: Sequence[ScoreRequest],
     ) -> list[Answer]:
-        """Take new requests; what it cannot do, or rows do as well, is answered with ``None``."""
+        """Take new requests. Those that SGLang cannot serve, or that rows serve as well, are
+        answered with ``None``."""
         declined: list[Answer] = []
         for query in queries:
             self._take(query, query)
@@ -103,8 +105,9 @@ class SglEngine:
         return declined
 
     def _hide_padding(self, width: int) -> None:
-        """Let no padding have any mass, and see whether that is so."""
-        gives_scores, self.gives_scores = self.gives_scores, False  # also where this fails
+        """Take all mass from padding tokens, and check that they have none."""
+        # Restored also if the evaluation fails.
+        gives_scores, self.gives_scores = self.gives_scores, False
         self.scheduler.hide_padding(width)
         row = self.evaluate_alone(PROBE)
         if bool((row[width:] == -torch.inf).all()):
@@ -128,16 +131,16 @@ class SglEngine:
         self._new_requests.add(NewRequest(key, prompt, adapter, **how))
 
     def _advance(self) -> list[Answer]:
-        """One step: the answers to the requests that it finished."""
+        """Make one step, and return the answers to the requests that it finished."""
         finished = self.scheduler.step()
-        # Nothing runs and nothing can start, so the first in the queue will never start.
+        # If nothing runs and nothing can start, the first request in the queue will never start.
         if finished is None:
             key, needed = self.scheduler.refuse_next()
             return [Answer(self._in_flight.pop(key), self._does_not_fit(needed))]
         return [
             _answer(self._in_flight.pop(key), result, self._width)
             for key, result in finished.items()
-            if key in self._in_flight  # else it has been dropped
+            if key in self._in_flight  # otherwise it has been dropped
         ]
 
     def _does_not_fit(self, needed: int) -> EngineError:
@@ -170,7 +173,7 @@ class SglEngine:
         self.scheduler.flush()
 
     def _settle(self) -> None:
-        """Step until SGLang is idle: it releases dropped requests that run only in its next
+        """Step until SGLang is idle, because it releases dropped running requests only in its next
         step."""
         while self.scheduler.step() is not None:
             pass
@@ -188,7 +191,7 @@ class SglEngine:
     # --- after a failure --------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Drop everything in flight, and all state; the core pins again what was pinned."""
+        """Drop everything in flight, and all state. The core then pins the pinned prompts again."""
         log.warning("engine.recovering", backend="sgl", dropped=len(self._in_flight))
         self._in_flight.clear()
         self._new_requests.clear()
@@ -213,7 +216,7 @@ class SglEngine:
 
 
 def _answer(request: Request, result: Any, width: int) -> Answer:
-    """What SGLang gave for a request; rows without what has no mass, from ``width`` on."""
+    """SGLang's result for a request. Rows lose the padding tokens from ``width`` on."""
     if isinstance(result, torch.Tensor):
         result = result[:width]
     elif isinstance(request, ScoreRequest) and not isinstance(result, Exception):
@@ -223,6 +226,6 @@ def _answer(request: Request, result: Any, width: int) -> Answer:
 
 
 def adapter_id(adapter: Adapter) -> str:
-    """The adapter's id in SGLang. Versions are never reused, so ids are not either, and they are
-    keys of the radix cache."""
+    """The adapter's id in SGLang. Ids are keys of the radix cache; like versions, they are never
+    reused."""
     return f"adapter-{adapter.version}"

@@ -1,4 +1,4 @@
-"""The import of SGLang, which takes long and must not be cut."""
+"""The import of SGLang, which takes long and must not be interrupted."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import importlib
 import threading
 from collections.abc import Sequence
 
-#: How often a wait looks whether its program has been interrupted, seconds.
+#: Seconds between two checks whether the waiting program has been interrupted.
 POLL_SECONDS = 0.2
 
 
 def import_whole(names: Sequence[str]) -> None:
-    """Import modules, also where an interrupt (Ctrl-C) ends the wait for them.
+    """Import modules completely, even if an interrupt (Ctrl-C) ends the wait for them.
 
-    Half of SGLang cannot be imported again in the process: it has registered what may be registered
-    once. So a thread of its own imports, to the end.
+    A half-imported SGLang cannot be imported again in the process, because some of its
+    registrations may happen only once. So a separate thread runs the import to its end.
 
     Raises:
-        Exception: what the import has raised.
+        Exception: the import's own error.
     """
     raised: list[BaseException] = []
 

@@ -24,7 +24,7 @@ from genlm.sgl.construction import construct, release_globals
 from genlm.sgl.imports import POLL_SECONDS, import_whole
 from genlm.sgl.repairs import Limit, repair
 
-#: What is imported before a model is loaded.
+#: Modules that are imported before a model is loaded.
 MODULES = (
     "sglang.srt.distributed",
     "sglang.srt.managers.scheduler",
@@ -33,8 +33,8 @@ MODULES = (
     "sglang.srt.server_args",
 )
 
-#: Held while a model is loaded. An interrupted load still cleans up, in its own thread, when the
-#: next is asked for; and SGLang's globals are the process's.
+#: Held while a model is loaded, because SGLang's globals belong to the process. An interrupted load
+#: still cleans up in its own thread, and the next load must wait for that.
 LOADING = threading.Lock()
 
 
@@ -51,19 +51,20 @@ def _alone() -> Iterator[None]:
 class Scheduler:
     """SGLang's scheduler, owned by one thread and driven step by step.
 
-    A row is a request for no new token: SGLang runs its prompt. If a batch has only such requests,
-    SGLang samples nothing, and does not change the logits. With a draw in the batch, SGLang's
-    sampler overwrites the logits of the whole batch: then rows are read just before.
+    A row is a request for no new token, of which SGLang only runs the prompt. If a batch has only
+    such requests, SGLang samples nothing, and leaves the logits unchanged. If a batch also has a
+    sample, SGLang's sampler overwrites the logits of the whole batch, so the rows are read just
+    before it.
 
     Args:
         options: SGLang's server arguments.
-        gpu_id: Which GPU; 0 on the CPU.
+        gpu_id: The number of the GPU; 0 on the CPU.
         settings: See :func:`genlm.kit.settings.settings_of`.
 
     Raises:
         BackendUnavailableError: this process already has an SGLang model or a process group.
-        InvalidOptionError: SGLang has no such argument, or would take no prompt.
-        EngineError: weights were left out.
+        InvalidOptionError: SGLang has no such argument, or has no room for any prompt.
+        EngineError: SGLang has not loaded all weights.
     """
 
     def __init__(self, options: Mapping[str, Any], gpu_id: int, settings: Any = None) -> None:
@@ -88,17 +89,17 @@ class Scheduler:
         except BaseException:
             release_globals()
             raise
-        # Early releases make it in their event loop.
+        # Early releases make the stream in their event loop.
         if not hasattr(self._scheduler, "schedule_stream"):
             self._scheduler.schedule_stream = self._scheduler.device_module.Stream(priority=0)
         self._no_draw = SamplingParams(max_new_tokens=0)
         self._no_draw.normalize(None)
-        # The rows of the current step, if it samples and some of them are wanted.
+        # The rows of the current step, if the step samples and some rows are wanted.
         self._rows_wanted = False
         self._rows: torch.Tensor | None = None
-        #: The keys of the requests whose prompts are not computed.
+        #: The keys of the requests whose prompts are not computed yet.
         self.computing: set[str] = set()
-        #: Token ids from there on are padding.
+        #: Token ids from this one on are padding.
         self.width = self.vocab_size
         sampler = self._scheduler.tp_worker.model_runner.sampler
         sampler.register_forward_pre_hook(self._before_sampling)
@@ -130,7 +131,7 @@ class Scheduler:
 
     @property
     def dtype(self) -> Any:
-        """In which type the model computes."""
+        """The type in which the model computes."""
         return self._scheduler.model_config.dtype
 
     @property
@@ -139,8 +140,8 @@ class Scheduler:
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """The tokens that end every draw that is not told to ignore them: the model's own and the
-        tokenizer's."""
+        """The tokens that end every sample, unless it is told to ignore them: those of the model
+        and of the tokenizer."""
         stops = {*(self._scheduler.model_config.hf_eos_token_id or ()), self.tokenizer.eos_token_id}
         stops |= set(getattr(self.tokenizer, "additional_stop_token_ids", None) or ())
         return frozenset(stops - {None})
@@ -148,7 +149,7 @@ class Scheduler:
     @property
     def longest_prompt(self) -> int:
         """The longest prompt, in tokens, that the scheduler takes."""
-        # It admits none that would leave less than a page of the pool.
+        # SGLang admits no prompt that would leave less than a page of the pool.
         room = self.pool_tokens - self.page_size
         return min(int(self._scheduler.max_req_input_len), room) - 1
 
@@ -159,12 +160,12 @@ class Scheduler:
 
     @property
     def keeps_prompts(self) -> bool:
-        """Whether a prompt that is computed is found by others."""
+        """Whether other requests can find the state of a computed prompt."""
         return not self._scheduler.disable_radix_cache
 
     @property
     def page_size(self) -> int:
-        """Prompts are found by so many tokens at a time."""
+        """How many tokens a page has. Common prefixes are found page by page."""
         return int(self._scheduler.page_size)
 
     def repair(self, settings: Any) -> list[Limit]:
@@ -173,8 +174,8 @@ class Scheduler:
         return repair(self.model, settings, attention.is_installed(backend))
 
     def hide_padding(self, width: int) -> None:
-        """Let no token id from ``width`` on be drawn, nor have any mass where prompts are computed:
-        in their scores, if this SGLang makes their logits where it is expected."""
+        """Keep token ids from ``width`` on from being drawn, and from having mass in rows and, if
+        this SGLang computes a prompt's logits in the expected place, in scores."""
         self.width = width
         processor: Any = getattr(self.model, "logits_processor", None)
         if (own := getattr(processor, "_get_logits", None)) is not None:
@@ -199,12 +200,12 @@ class Scheduler:
         """Queue a prompt.
 
         Args:
-            key: Names the request; no key may be a prefix of another.
+            key: The name of the request. No key may be a prefix of another.
             adapter: The id of a loaded adapter. Each has its own part of the radix cache.
             namespace: Only requests of the same namespace share the radix cache.
-            draw: SGLang's sampling parameters, for a draw.
-            scored_from: The first token whose log-probability is wanted beside the row, for a
-                score.
+            draw: SGLang's sampling parameters, for a sample.
+            scored_from: For a score, the first token whose log-probability is wanted besides the
+                row.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -222,7 +223,8 @@ class Scheduler:
             token_type_ids=None,
             sampling_params=sampling,
             return_logprob=scored_from is not None,
-            # The one before it gives the first. SGLang computes all from there.
+            # The token before gives the first log-probability. SGLang computes all tokens from
+            # there on.
             logprob_start_len=-1 if scored_from is None else scored_from - 1,
             top_logprobs_num=0,
             token_ids_logprob=None,
@@ -237,8 +239,8 @@ class Scheduler:
         """Run the batch that the scheduler chooses; ``None`` if it can run nothing.
 
         Returns:
-            The results of the requests that it finished, by their keys; of a score, its row and
-            the other log-probabilities.
+            The results of the finished requests, by key. The result of a score is its row and the
+            other log-probabilities.
         """
         scheduler = self._scheduler
         with self._on_its_stream():
@@ -253,7 +255,7 @@ class Scheduler:
                 result = scheduler.run_batch(batch)
             rows, self._rows = self._rows, None
             if rows is None and self._rows_wanted:
-                # Before anything else sees the logits.
+                # The rows are taken before any other code sees the logits.
                 rows = _log_probabilities(result.logits_output.next_token_logits)
             with torch.inference_mode():
                 scheduler.process_batch_result(batch, result)
@@ -262,7 +264,8 @@ class Scheduler:
             computed = [each for each in batch.reqs if each is not scheduler.chunked_req]
             self.computing.difference_update(str(each.rid) for each in computed)
         if rows is not None and rows.is_cuda:
-            # This thread's own stream reads them: SGLang must not reuse their memory before that.
+            # This thread's own stream reads the rows, so SGLang must not reuse their memory before
+            # that.
             rows.record_stream(torch.cuda.current_stream(rows.device))
         return given_up | {
             str(request.rid): _result(request, None if rows is None else rows[i])
@@ -271,8 +274,8 @@ class Scheduler:
         }
 
     def _given_up(self, before: Sequence[Any]) -> dict[str, Any]:
-        """Errors for those of the computed requests that SGLang has dropped as it chose a batch, by
-        their keys: the pool was full, and no other was left to make room."""
+        """Errors, by key, for running requests that SGLang dropped when it chose a batch, because
+        the pool was full and no other request could make room."""
         return {
             str(request.rid): EngineError(
                 f"SGLang gave up a draw half way: its pool of {self.pool_tokens} tokens is full, "
@@ -285,8 +288,8 @@ class Scheduler:
         }
 
     def abort(self, key: str) -> None:
-        """Drop a request. A waiting one goes at once; the next step may still report a running one
-        as finished."""
+        """Drop a request. A waiting request is dropped at once. The next step may still report a
+        running one as finished."""
         from sglang.srt.managers.io_struct import AbortReq
 
         self.computing.discard(key)
@@ -302,7 +305,8 @@ class Scheduler:
         """Drop the request that the scheduler would have taken first.
 
         Returns:
-            Its key, and how many tokens of the pool it needs, with those to be drawn.
+            The key of the request, and how many tokens of the pool it needs, including those to be
+            drawn.
         """
         request = self._scheduler.waiting_queue[0]
         self.abort(str(request.rid))
@@ -328,8 +332,8 @@ class Scheduler:
         self.flush()
 
     def _next_batch(self) -> Any:
-        """The scheduler's choice of a batch. It would compute prompts as long as new ones come, so
-        after each batch of prompts the running draws have a turn."""
+        """The next batch. By itself, the scheduler computes prompts as long as new ones arrive. So
+        after each batch of prompts, the running samples get a turn."""
         if not self._is_the_turn_of_draws():
             return self._choice()
         with self._without_prompts():
@@ -342,7 +346,7 @@ class Scheduler:
         if last is None or not last.forward_mode.is_extend():
             return False
         if scheduler._pending_chunked_abort_req is not None:
-            return False  # SGLang gives up a dropped prompt only where it sees it
+            return False  # SGLang gives up a dropped prompt only if it sees the prompt
         return any(
             not request.finished() and request is not scheduler.chunked_req
             for request in (*scheduler.running_batch.reqs, *last.reqs)
@@ -357,7 +361,8 @@ class Scheduler:
         try:
             yield
         finally:
-            # First the requests that the scheduler has put back to make room for other draws.
+            # The requests that the scheduler has put back to make room for other samples come
+            # first.
             scheduler.waiting_queue += waiting
             scheduler.chunked_req = half_computed
 
@@ -368,18 +373,19 @@ class Scheduler:
                 running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
             )
             scheduler.running_batch = plan.running_batch
-            # scheduler.cur_batch_for_debug stays None: else the watchdog would act.
+            # `scheduler.cur_batch_for_debug` stays None; otherwise the watchdog would act.
             if plan.batch_to_run is not None:
                 return plan.batch_to_run
             scheduler.last_batch = None
-            # In early releases this stays true after all have left: clear it and look again.
+            # In early releases this flag stays true after all requests have left: clear it and try
+            # again.
             scheduler.running_batch.batch_is_full = False
         return None
 
     @contextlib.contextmanager
     def _on_its_stream(self) -> Iterator[None]:
-        """Work on SGLang's stream, as its own loop does. That stream first waits for this thread's
-        own stream, which waits for it afterwards."""
+        """Inside the block, work runs on SGLang's stream, as in SGLang's own loop. This stream
+        first waits for the thread's own stream, which afterwards waits for it."""
         device, stream = self._scheduler.device_module, self._scheduler.schedule_stream
         own = device.current_stream()
         stream.wait_stream(own)
@@ -392,7 +398,7 @@ class Scheduler:
     # --- the radix cache --------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Empty the radix cache and the key/value pool. Locks are removed too."""
+        """Empty the radix cache and the KV pool. Locks are removed too."""
         from sglang.srt.managers.schedule_batch import ScheduleBatch
 
         scheduler = self._scheduler
@@ -400,8 +406,8 @@ class Scheduler:
         if all(request.finished() for request in scheduler.running_batch.reqs):
             # Early releases keep finished requests until their next step.
             scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
-        # Not the device's memory as well: the pool stays, and a useless garbage collection takes a
-        # second.
+        # The device's memory is not emptied: the pool stays, and a useless garbage collection would
+        # take a second.
         with self._on_its_stream():
             flushed = scheduler.flush_cache(empty_cache=False)
         if not flushed:
@@ -417,12 +423,12 @@ class Scheduler:
             return node, self._scheduler.tree_cache.inc_lock_ref(node).to_dec_params()
 
     def known(self, prompts: Sequence[tuple[Sequence[int], str | None]]) -> list[int]:
-        """How many first tokens of each prompt, with its adapter, are cached."""
+        """How many leading tokens of each prompt, with its adapter, are cached."""
         if not prompts:
             return []
         with self._on_its_stream():
             found = [self._match(*prompt) for prompt in prompts]
-        # Early releases give where they are, and not how many.
+        # Early releases return where the tokens are, instead of how many.
         return [
             each.device_prefix_len
             if hasattr(each, "device_prefix_len")
@@ -455,7 +461,7 @@ class Scheduler:
         Args:
             adapter: The id.
             path: The folder.
-            named: Its name in errors.
+            named: The adapter's name in error messages.
 
         Raises:
             EngineError: SGLang rejects it. Nothing of it remains.
@@ -471,11 +477,11 @@ class Scheduler:
                 )
                 if not result.success:
                     raise ValueError(result.error_message)
-                # SGLang compares layers and shapes with the model's when it first computes with
-                # an adapter: do it now.
+                # SGLang compares layers and shapes with the model's only when it first computes
+                # with an adapter, so this happens now.
                 manager.fetch_new_loras({adapter})
         except Exception as error:
-            # After a failure SGLang keeps what it had loaded of an adapter.
+            # After a failure, SGLang keeps the part of an adapter that it has loaded.
             for remains in (manager.configs, manager.loras, manager.lora_refs):
                 remains.pop(adapter, None)
             raise EngineError(
@@ -502,7 +508,7 @@ class Scheduler:
         self._scheduler.release_host_resources()
         del self._scheduler
         release_globals()
-        gc.collect()  # the scheduler and its parts refer to one another
+        gc.collect()  # the scheduler and its parts form reference cycles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -512,23 +518,26 @@ def _wants_row(request: Any) -> bool:
 
 
 def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """Outside inference mode, so that callers may write into them."""
+    """Float32 log-probabilities, made outside inference mode, so that callers may write into
+    them."""
     with torch.inference_mode(False):
         return torch.log_softmax(logits.float(), dim=-1)
 
 
 def _result(request: Any, row: torch.Tensor | None) -> Any:
-    """The row, ``[vocab_size]`` float32; or the ids drawn, without the stop token; or an error."""
+    """The result of a finished request: a row, ``[vocab_size]`` float32; the drawn ids, without the
+    stop token; or an error."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    if isinstance(request.finished_reason, FINISH_ABORT):  # SGLang has run something else instead
+    if isinstance(request.finished_reason, FINISH_ABORT):  # SGLang has run another request instead
         return EngineError(f"SGLang aborted the request: {request.finished_reason.message}")
     if request.return_logprob and row is not None:
         return row, row.new_tensor(request.logprob.input_token_logprobs_val[1:])
     if _wants_row(request):
         return row
     drawn = list(request.output_ids)
-    # For any reason: early releases name the length if the last allowed token is a stop.
+    # The stop token is removed for any reason: early releases report "length" if the last allowed
+    # token is a stop token.
     if drawn and drawn[-1] in (request.sampling_params.stop_token_ids or ()):
         drawn.pop()
     return drawn

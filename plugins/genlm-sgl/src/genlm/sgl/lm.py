@@ -9,7 +9,7 @@ from genlm.core.lm import NamedLM
 
 
 class AsyncSGLTransformer(NamedLM):
-    """A language model evaluated by SGLang in this process; make one with :meth:`from_name`."""
+    """A language model evaluated by SGLang in this process; use :meth:`from_name` to create one."""
 
     @classmethod
     def from_name(

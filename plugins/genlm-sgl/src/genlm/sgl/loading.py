@@ -71,13 +71,14 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
 
 
 def _configured(arguments: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
-    """The model's settings with what the user overrides; ``None`` if transformers does not know
-    them. And the option by which SGLang understands the same:
+    """The model's settings with the user's overrides (``None`` if transformers does not know the
+    model), and the option that gives SGLang the same settings. The option contains
 
-    - the user's overrides, as an engine must get them;
-    - Gemma 2's activation twice, which transformers 5 no longer writes;
-    - of a model that also sees, whether the embeddings of its language model are tied, which
-      transformers 5 says of the whole alone.
+    - the user's overrides, in the form that an engine needs;
+    - the activation of Gemma and Gemma 2 under both of its names, of which transformers 5 writes
+      only one;
+    - for a multimodal model, whether the embeddings of its language model are tied, which
+      transformers 5 writes only for the whole model.
     """
     overrides = _overrides(arguments)
     whole = whole_settings_of(arguments["model_path"], arguments.get("revision"))
@@ -100,10 +101,10 @@ def _configured(arguments: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
 
 
 def _overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user changes in the model's settings.
+    """The user's changes of the model's settings.
 
     Raises:
-        InvalidOptionError: it is not the JSON of an object.
+        InvalidOptionError: the option is not the JSON of an object.
     """
     given = arguments.get("json_model_override_args") or "{}"
     try:
@@ -116,7 +117,8 @@ def _overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _honour(engine: SglEngine, settings: Any) -> None:
-    """Let SGLang compute what the settings say, or end contexts where it would not."""
+    """Make SGLang compute what the settings say, or limit contexts to the length up to which it
+    does."""
     limits = engine.scheduler.repair(settings)
     length, why = min(limits, default=(engine.max_context, ""))
     if length < engine.max_context:
@@ -126,7 +128,7 @@ def _honour(engine: SglEngine, settings: Any) -> None:
 
 @contextmanager
 def _explained(model: str, settings: Any, options: Mapping[str, Any]) -> Iterator[None]:
-    """Say of whatever SGLang raises what it means."""
+    """Inside the block, explain the errors that SGLang raises."""
     try:
         yield
     except Exception as error:

@@ -17,11 +17,12 @@ from genlm.kit.adapter_files import (
 )
 from genlm.sgl.engine import SglEngine, adapter_id
 
-#: Settings that are applied correctly after the scale is multiplied into the matrices: SGLang (to
-#: 0.5.23) always scales by ``lora_alpha / r``.
+#: Settings that are applied correctly once the scale is multiplied into the matrices, because
+#: SGLang (to 0.5.23) always scales by ``lora_alpha / r``.
 APPLIED = frozenset({Feature.RSLORA, Feature.RANKS, Feature.ALPHAS})
 
-#: Last parts of the names of modules that SGLang joins into one; it needs all or none of them.
+#: The last parts of the names of modules that SGLang joins into one. An adapter must change all
+#: modules of a group or none.
 ONE_MODULE = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -36,7 +37,7 @@ class SglLoraEngine(SglEngine):
 
     @hookimpl
     def genlm_read_lora(self, adapter: Adapter) -> AdapterFolder:
-        """Raises: InvalidAdapterError: it is not valid, or of a kind that SGLang applies
+        """Raises: InvalidAdapterError: the adapter is invalid, or of a kind that SGLang applies
         wrongly."""
         folder = read_adapter(adapter.path)
         folder.require(APPLIED, "SGLang")
@@ -44,7 +45,7 @@ class SglLoraEngine(SglEngine):
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter, contents: AdapterFolder) -> bool:
-        """Raises: InvalidAdapterError: it is made for another model."""
+        """Raises: InvalidAdapterError: the adapter is made for another model."""
         contents.require_modules(self._shapes or presumed_shapes(contents, self.scheduler.config))
         with tempfile.TemporaryDirectory() as plain:
             write_plain(contents, Path(plain), self._missing(contents))
@@ -64,7 +65,7 @@ class SglLoraEngine(SglEngine):
         return shapes_in_transformers(self.scheduler.config)
 
     def _missing(self, folder: AdapterFolder) -> dict[str, tuple[int, int]]:
-        """The modules that SGLang joins with an adapted one, and that the adapter lacks."""
+        """The modules that the adapter lacks, although SGLang joins them with an adapted one."""
         missing = {}
         for name in folder.modules:
             parent, _, last = name.rpartition(".")

@@ -1,7 +1,7 @@
-"""Requests that SGLang has not got yet: of those that begin alike, one goes first.
+"""Requests that were not handed to SGLang yet. Of requests with a common prefix, one goes first.
 
-SGLang finds what was computed before, and not what the same step computes: a new prompt would be
-computed once for each of its continuations that are asked together.
+SGLang finds prefixes that earlier steps have computed, but not those of the same step. So a new
+prompt would be computed once for each of its continuations that are requested together.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class NewRequest:
     """One request.
 
     Attributes:
-        key: Its name in SGLang.
-        query: Its prompt.
+        key: The name of the request in SGLang.
+        query: The prompt.
         adapter: The id of its adapter in SGLang.
-        draw: SGLang's sampling parameters, for a draw.
-        scored: How many last tokens of its prompt are scored.
+        draw: SGLang's sampling parameters, for a sample.
+        scored: How many tokens at the end of the prompt are scored.
     """
 
     key: str
@@ -37,22 +37,23 @@ class NewRequest:
 
     @property
     def unscored(self) -> int:
-        """How many tokens it has before those that are scored."""
+        """How many tokens come before the scored ones."""
         return self.query.length - self.scored
 
     @property
     def prompt(self) -> bytes:
-        """What it may share, see :func:`~genlm.kit.prefixes.key_of`."""
+        """The key of the prefix that the request may share, see
+        :func:`~genlm.kit.prefixes.key_of`."""
         adapter = self.query.adapter
         return key_of(adapter.version if adapter else 0, self.query.token_ids[: self.unscored])
 
 
 class NewRequests:
-    """Those of one engine.
+    """The new requests of one engine.
 
     Args:
-        scheduler: SGLang's.
-        least_saved: They wait if this saves so many tokens in all.
+        scheduler: SGLang's scheduler.
+        least_saved: Requests wait only if this saves at least so many tokens in all.
     """
 
     def __init__(self, scheduler: Scheduler, least_saved: int) -> None:
@@ -60,13 +61,13 @@ class NewRequests:
         self._each = max(MIN_TOKENS_TO_WAIT, scheduler.page_size)
         self._leaders: Leaders[NewRequest] = Leaders(least_saved, self._each)
         self._waiting: dict[str, NewRequest] = {}
-        self._begun: list[NewRequest] = []  # those in SGLang for which others may wait
+        self._begun: list[NewRequest] = []  # requests in SGLang for which others may wait
 
     def add(self, new_request: NewRequest) -> None:
         self._waiting[new_request.key] = new_request
 
     def drop(self, key: str) -> bool:
-        """Whether it was here; else SGLang has it."""
+        """Drop a request. Returns whether it was still waiting here; otherwise SGLang has it."""
         return self._waiting.pop(key, None) is not None
 
     def clear(self) -> None:
@@ -74,7 +75,7 @@ class NewRequests:
         self._begun.clear()
 
     def admit(self) -> None:
-        """Hand to SGLang all but those that should wait for another one."""
+        """Hand all requests to SGLang, except those that should wait for another one."""
         computing = self._scheduler.computing
         self._begun = [each for each in self._begun if each.key in computing]
         some = [each for each in self._waiting.values() if self._may_share(each)]
@@ -100,7 +101,7 @@ class NewRequests:
         )
 
     def _submit(self, new_request: NewRequest) -> None:
-        # Nothing was ever cached in a cold query's own namespace.
+        # The namespace of a cold query is its own, so nothing is cached in it.
         self._scheduler.submit(
             new_request.key,
             new_request.query.token_ids,

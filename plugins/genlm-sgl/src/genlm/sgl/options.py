@@ -16,22 +16,22 @@ OPTIONS = ("engine_opts", "gpu_id")
 #: Types of weights, as SGLang names them.
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 
-#: Required to drive the scheduler in this process.
+#: The options that are required to drive the scheduler in this process.
 REQUIRED: Mapping[str, Any] = {
     "allow_auto_truncate": False,
     "disable_overlap_schedule": True,  # rows are read before the next batch is planned
     "disaggregation_mode": "null",
     "dp_size": 1,
-    # Their registry belongs to the process, and a second model would find its names taken.
+    # Their registry belongs to the process, so a second model would find its names taken.
     "enable_metrics": False,
     "is_embedding": False,
-    "lora_paths": None,  # adapters come by add_new_lora, which gives them names for requests
+    "lora_paths": None,  # adapters are added by add_new_lora, which gives them names for requests
     "max_queued_requests": None,
     "pp_size": 1,
     "skip_tokenizer_init": False,
     "speculative_algorithm": None,
     "tp_size": 1,
-    "watchdog_timeout": None,  # construction.py makes none
+    "watchdog_timeout": None,  # construction.py creates none
 }
 
 DEFAULTS: Mapping[str, Any] = {
@@ -41,10 +41,11 @@ DEFAULTS: Mapping[str, Any] = {
     "log_level": "warning",
 }
 
-#: On the CPU: rows in full precision, plain PyTorch, and a pool that leaves memory for others.
+#: The defaults on a CPU: rows in full precision, plain PyTorch, and a pool that leaves memory for
+#: others.
 CPU_DEFAULTS: Mapping[str, Any] = {
     "attention_backend": "torch_native",
-    "disable_hybrid_swa_memory": True,  # its attention reads one pool
+    "disable_hybrid_swa_memory": True,  # the attention of attention.py reads one pool
     "dtype": "float32",
     "max_running_requests": 256,
     "max_total_tokens": 32768,
@@ -82,7 +83,7 @@ def server_options(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
             )
     device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cpu = device == "cpu"
-    # A fresh seed, for unseeded draws; SGLang would take it from the program's generator.
+    # A fresh seed for unseeded samples, because SGLang would take it from the program's generator.
     fresh = {"random_seed": secrets.randbits(30)}
     defaults = {**fresh, **DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
     if given.get("enable_lora"):
@@ -93,10 +94,10 @@ def server_options(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_pinned_memory() -> None:
-    """SGLang's LoRA layers need pinned memory on every device: check before loading.
+    """Check for pinned memory before loading, because SGLang's LoRA layers need it on every device.
 
     Raises:
-        BackendUnavailableError: this PyTorch has none.
+        BackendUnavailableError: this PyTorch cannot pin memory.
     """
     try:
         torch.empty(1, pin_memory=True)
@@ -109,7 +110,7 @@ def _require_pinned_memory() -> None:
 
 
 def gpu_index(device: str, gpu_id: int) -> int:
-    """The GPU to use; 0 on the CPU, where SGLang would take another number for a NUMA node.
+    """The GPU to use; 0 on the CPU, where SGLang would treat another number as a NUMA node.
 
     Raises:
         InvalidOptionError: there is no such GPU.

@@ -1,4 +1,4 @@
-"""What the entry point ``sgl`` names. Importing it imports no engine."""
+"""The module that the entry point ``sgl`` names. Importing it imports no engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from genlm.core import BackendInfo, hookimpl
 from genlm.core.types import Engine
 
-#: SGLang's scheduler may change with any release: the first and the last of these are tested, and
-#: others are refused.
+#: SGLang's scheduler may change with any release. The first and the last of these releases are
+#: tested; others are rejected.
 VERSIONS = ">=0.5.17,<0.5.24"
 
 
@@ -21,7 +21,7 @@ def genlm_backend_info() -> BackendInfo:
         needs=("sglang",),
         install="pip install genlm-sgl",
         versions=VERSIONS,
-        preference=-1,  # never chosen automatically: vllm serves the same machines
+        preference=-1,  # never chosen automatically, because vllm serves the same machines
     )
 
 

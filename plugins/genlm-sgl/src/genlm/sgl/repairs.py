@@ -1,7 +1,7 @@
 """Corrects what SGLang leaves out of a configuration, in a model that it has loaded.
 
-It reads windows, caps and rotary embeddings family by family, and some of them not at all. Here
-every layer is compared with what transformers reads.
+SGLang reads windows, caps and rotary embeddings differently in each family, and some not at all.
+This module compares every layer with what transformers reads.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import torch
 from genlm.core.errors import EngineError
 from genlm.kit.settings import Rotary, is_read, layer_type, rope_limits, rotaries, windows
 
-#: SGLang's activations, and the beginnings of the names that transformers has for them.
+#: SGLang's activations, each with the beginnings of transformers' names for it.
 ACTIVATIONS = {"SiluAndMul": ("silu", "swish"), "GeluAndMul": ("gelu",)}
 
-#: What SGLang caps logits at, in any family whose configuration has it; and settings that it reads
-#: in families of which transformers does not, with what changes nothing there.
+#: The settings of logit caps, which SGLang applies in any family whose configuration has them; and
+#: settings that SGLang also reads in families in which transformers does not, with the neutral
+#: value.
 CAP = "final_logit_softcapping"
 READ_EVERYWHERE = {"logit_scale": 1.0, "scale_emb": 1.0}
 
-#: Settings that some of SGLang's models leave out, with the values that they compute.
+#: Settings that some of SGLang's models ignore, with the values that these models assume.
 ACTIVATION = "activation_function"
 LEFT_OUT: dict[str, tuple[object, ...]] = {
     ACTIVATION: ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
@@ -36,10 +37,10 @@ LEFT_OUT: dict[str, tuple[object, ...]] = {
     "scale_attn_weights": (True,),
 }
 
-#: The longest context that is right, and what SGLang does not compute beyond it.
+#: The longest context with right rows, and what SGLang computes wrongly beyond it.
 Limit = tuple[int, str]
 
-#: How far cosines and sines may be off: more in half precision, and at later positions.
+#: The tolerance for cosines and sines, which is larger in half precision and at later positions.
 CLOSE, CLOSE_IN_HALF, CLOSE_BY_POSITION = 1e-3, 2e-2, 1e-6
 
 
@@ -49,10 +50,10 @@ def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
     Args:
         model: The module that SGLang runs.
         settings: See :func:`genlm.kit.settings.settings_of`.
-        ours: Whether it attends by ``attention.py``, on a CPU.
+        ours: Whether the model uses the attention of ``attention.py``, on a CPU.
 
     Raises:
-        EngineError: it cannot.
+        EngineError: the model cannot be corrected.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -73,8 +74,8 @@ def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
 
 
 def _in_dicts(module: torch.nn.Module) -> Iterator[Any]:
-    """Where SGLang runs a family by transformers' code, its attention is no part of the model: it
-    is in a dict by layer."""
+    """Attention that SGLang keeps in dictionaries by layer and not as modules, in families that it
+    runs with transformers' code."""
     for value in vars(module).values():
         if isinstance(value, dict):
             yield from value.values()
@@ -88,7 +89,7 @@ def _error(settings: Any, setting: str, what: str) -> EngineError:
 
 
 def _require_activation(model: Any, settings: Any) -> None:
-    """Some of SGLang's models have one activation, whatever the configuration says."""
+    """Reject an activation that SGLang ignores: some of its models always use the same one."""
     names = [
         name
         for name in ("hidden_activation", "hidden_act")
@@ -105,8 +106,8 @@ def _require_activation(model: Any, settings: Any) -> None:
 
 
 def _require_weights_of_experts(model: Any, settings: Any) -> None:
-    """Some of SGLang's models make the weights of experts sum to one whatever the configuration
-    says, and some never."""
+    """Reject a normalisation of experts' weights that SGLang ignores: some of its models always
+    normalise them, and some never."""
     given = getattr(settings, "norm_topk_prob", None)
     if given is None or not is_read(settings.model_type, "norm_topk_prob"):
         return
@@ -124,10 +125,11 @@ def _refuse_what_only_sglang_reads(settings: Any) -> None:
 
 
 def _refuse_what_is_left_out(model: Any, settings: Any) -> None:
-    """Settings that a family reads in transformers, and its code in SGLang does not name."""
+    """Reject settings that transformers reads in a family, and that SGLang's code for it does not
+    mention."""
     code = inspect.getsource(sys.modules[type(model).__module__])
     rope = getattr(settings, "rope_parameters", None) or {}
-    # In place of an activation that it does not know, OPT has nothing.
+    # OPT applies no activation at all in place of one that it does not know.
     lost = any(
         isinstance(getattr(m, "activation_fn", 0), torch.nn.Identity) for m in model.modules()
     )
@@ -139,8 +141,9 @@ def _refuse_what_is_left_out(model: Any, settings: Any) -> None:
 
 
 def _require_whole_keys(model: Any, settings: Any) -> None:
-    """Attention in plain PyTorch takes keys out of SGLang's pool, and latent attention keeps there
-    what they are made of: where both happen to be of one size, rows would be wrong."""
+    """Reject latent attention with the attention of ``attention.py``. That reads keys from SGLang's
+    pool, where latent attention keeps compressed ones instead; if both have the same size, rows
+    would be wrong without an error."""
     if any(hasattr(module, "attn_mqa") for module in model.modules()):
         raise EngineError(
             f"SGLang has no latent attention for {settings.model_type} in plain PyTorch; load it "
@@ -149,7 +152,7 @@ def _require_whole_keys(model: Any, settings: Any) -> None:
 
 
 def _cap_at_the_end(model: Any) -> None:
-    """Cap logits in PyTorch: where SGLang does not know the CPU by itself, it takes Triton."""
+    """Cap logits in PyTorch on a CPU, where SGLang may use Triton."""
     from sglang.srt.layers.logits_processor import LogitsProcessor
 
     def capped(get: Any, cap: float, *arguments: Any, **options: Any) -> Any:
@@ -178,7 +181,7 @@ def _window(attentions: list[Any], settings: Any, ours: bool) -> Iterator[Limit]
     wanted = windows(settings, settings.num_hidden_layers)
     for attention in attentions:
         window = wanted[attention.layer_id] or 0
-        # SGLang does not count a token's own position, and writes -1 for no window.
+        # SGLang does not count a token's own position, and uses -1 for no window.
         had = attention.sliding_window_size + 1
         if ours:
             attention.sliding_window_size = window - 1
@@ -189,18 +192,18 @@ def _window(attentions: list[Any], settings: Any, ours: bool) -> Iterator[Limit]
 def _rotate(model: Any, settings: Any, ours: bool) -> Iterator[Limit]:
     """Replace rotary embeddings that differ from transformers'."""
     parameters = getattr(settings, "rope_parameters", None) or {}
-    if parameters.get("llama_4_scaling_beta"):  # queries are scaled beyond it
+    if parameters.get("llama_4_scaling_beta"):  # beyond it, queries are scaled
         yield parameters["original_max_position_embeddings"], "llama_4_scaling_beta"
     ends = rope_limits(settings)
     yield from ((length, f"rope_type={kind!r}") for kind, length in ends.items())
     if not (wanted := rotaries(settings)):
         return
     for name, module in model.named_modules():
-        # Gemma 3's own table for its windows, of which SGLang takes nothing but the base.
+        # Gemma 3 has a table of its own for its windows, for which SGLang reads only the base.
         if name.endswith("rotary_emb_local") and (right := wanted.get("sliding_attention")):
             module.inv_freq = right.inverse.to(module.inv_freq)
             module.attention_scaling = right.factor
-    # SGLang gives the same module to all layers whose rotary embeddings look alike to it.
+    # SGLang shares one module among all layers whose rotary embeddings look alike to it.
     for name, module in list(model.named_modules(remove_duplicate=False)):
         layer = re.search(r"layers\.(\d+)\.", name)
         if layer is None or _table(module) is None:
@@ -216,7 +219,7 @@ def _rotate(model: Any, settings: Any, ours: bool) -> Iterator[Limit]:
 
 
 def _rotates(module: Any, right: Rotary, limit: int | None) -> bool:
-    """Whether rotary embeddings turn so, as far as they go."""
+    """Whether rotary embeddings have these frequencies, up to the end of their table."""
     known = _table(module)
     if known.shape[-1] != 2 * right.inverse.numel():
         return False
@@ -230,8 +233,8 @@ def _rotates(module: Any, right: Rotary, limit: int | None) -> bool:
 
 
 def _table(module: Any) -> Any:
-    """The cosines and sines of rotary embeddings, ``[positions, features]``; ``None`` if a module
-    is something else. Of two tables the one of short contexts."""
+    """The cosines and sines of rotary embeddings, ``[positions, features]``; ``None`` for another
+    kind of module. Of two tables, it is the one for short contexts."""
     return getattr(module, "cos_sin_cache", getattr(module, "short_cos_sin_cache", None))
 
 

@@ -1,4 +1,4 @@
-"""Which draws SGLang can make itself."""
+"""Which samples SGLang can draw itself."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from typing import Any
 
 from genlm.core import SamplingParams
 
-#: More tokens than any model has; SGLang keeps the number in 32 bits.
+#: More tokens than any model's context has, within the 32 bits in which SGLang keeps the number.
 GREATEST_TOP_K = 1 << 30
 
-#: Beyond, the 32 bits of SGLang's probabilities round different ones to the same, and at last
-#: those of padding to NaN.
+#: The highest temperature that SGLang serves. At higher ones, its 32-bit probabilities round
+#: different tokens to the same value and, at last, those of padding to NaN.
 HIGHEST_TEMPERATURE = 100.0
 
 
 def native_draw(params: SamplingParams, always_stop: Set[int]) -> dict[str, Any] | None:
-    """SGLang's sampling parameters for a draw, or ``None`` if it would draw something else.
+    """SGLang's sampling parameters for a sample, or ``None`` if SGLang would draw from another
+    distribution.
 
-    * A seed fixes its draws only in a mode that few attention backends have.
-    * It stops at no token at all (``ignore_eos``), or at the model's own end in addition to the
-      listed tokens.
-    * With ``top_k`` and ``top_p`` together, it takes the mass before ``top_k`` cuts off the tail;
-      the contract takes it after that.
-    * At high temperatures it keeps, with ``top_k`` and ``top_p``, any of the tokens that it rounds
-      to the same probability.
+    * A seed fixes its samples only in a mode that few attention backends have.
+    * It stops at no token at all (``ignore_eos``), or at the model's end-of-sequence tokens in
+        addition to the listed ones.
+    * With ``top_k`` and ``top_p`` together, it computes the mass for ``top_p`` before ``top_k``
+        cuts off the tail; the contract computes it afterwards.
+    * With ``top_k`` and ``top_p`` at high temperatures, it keeps arbitrary ones of the tokens that
+        it rounds to the same probability.
 
     Args:
-        always_stop: The tokens at which it stops, unless told to stop at none.
+        always_stop: The tokens at which SGLang always stops, unless told to stop at none.
     """
     if params.seed is not None or (params.top_k is not None and params.top_p is not None):
         return None

@@ -20,7 +20,7 @@ def refuse_code(arguments: Mapping[str, Any]) -> None:
         arguments: SGLang's server arguments.
 
     Raises:
-        InvalidOptionError: there is such code, and ``trust_remote_code`` is not given.
+        InvalidOptionError: the configuration names code, and ``trust_remote_code`` is not given.
     """
     if arguments.get("trust_remote_code"):
         return

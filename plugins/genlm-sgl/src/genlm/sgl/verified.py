@@ -1,4 +1,4 @@
-"""What of a model is compared with transformers' own rows of its folder."""
+"""The description of a model that verification compares with transformers' rows of its folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ QUANTISATIONS = ("quantization", "torchao_config", "quantize_and_serve")
 
 
 def subject_of(model: str, options: Mapping[str, Any]) -> Subject:
-    """A model, and what SGLang's options change in it."""
+    """A model, and the changes that SGLang's options make to it."""
     changes = _changes(engine_opts_of(options).get("json_model_override_args"))
     return served_subject(model, "sglang", options, changes, QUANTISATIONS, backend="sgl")
 
 
 def _changes(overrides: Any) -> dict[str, Any]:
-    """Settings as if they stood in ``config.json``; what is no JSON is rejected at the load."""
+    """The settings of the options, as if they were in ``config.json``. A value that is not JSON is
+    rejected when the model is loaded."""
     try:
         return dict(json.loads(overrides or "{}"))
     except (TypeError, ValueError):

@@ -1,5 +1,5 @@
-"""The weights that SGLang loads: it leaves what it does not find in a checkpoint as it was in
-memory, passes over names that it does not know, and reads other files than transformers."""
+"""Checks the weights that SGLang loads. SGLang leaves weights that a checkpoint lacks
+uninitialised, ignores names that it does not know, and may read other files than transformers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from genlm.core.errors import EngineError
 from genlm.kit.checkpoints import Reading, read_by_transformers, require_all_read
 from genlm.kit.settings import in_transformers
 
-#: Ends of the names of parameters that checkpoints need not have: of quantised weights and caches.
+#: The ends of the names of parameters that checkpoints may lack: those of quantised weights and
+#: caches.
 OPTIONAL = ("scale", "scale_inv", "zero_point")
 
-#: The values of ``load_format`` for folders that transformers reads, too.
+#: The values of ``load_format`` for folders that transformers can read too.
 FORMATS = ("auto", "safetensors")
 
 
 @contextmanager
 def required(model_path: str, settings: Any) -> Iterator[None]:
-    """While SGLang makes a model: reject it if its weights were not all in the checkpoint, or
-    transformers would read more of that.
+    """Inside the block, a model that SGLang constructs is rejected if some of its weights are not
+    in the checkpoint, or if transformers would read more of the checkpoint.
 
     Args:
         model_path: The folder or hub name.
         settings: See :func:`genlm.kit.settings.settings_of`.
 
     Raises:
-        EngineError: some were not, or it would.
+        EngineError: weights are missing, or SGLang does not read all of them.
     """
     from sglang.srt.model_loader import loader
 
@@ -51,7 +52,7 @@ def required(model_path: str, settings: Any) -> Iterator[None]:
         load = model.load_weights
 
         def load_all(weights: Any, *given: Any, **named: Any) -> Any:
-            del model.load_weights  # further weights may be a part of them
+            del model.load_weights  # further calls may load only some of the weights
             marked, reading = list(_mark(model)), Reading()
             with reading.watched():
                 result = load(reading.of(weights), *given, **named)
@@ -80,10 +81,10 @@ def required(model_path: str, settings: Any) -> Iterator[None]:
 
 
 def _mark(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Write NaN into a part of every parameter that each of its rows has.
+    """Write NaN into one column of every parameter, so that a row that is not loaded shows.
 
     Yields:
-        Its name, that part, and what was there.
+        The name of the parameter, the column, and its previous contents.
     """
     for name, parameter in model.named_parameters():
         plain = parameter.is_floating_point() and parameter.dtype.itemsize > 1
@@ -97,11 +98,12 @@ def _mark(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Ten
 def _is_absent(
     model: torch.nn.Module, name: str, place: torch.Tensor, before: torch.Tensor, settings: Any
 ) -> bool:
-    """Whether a parameter was not loaded. A norm that SGLang has and transformers' model has not is
-    put back as it was made."""
+    """Whether a parameter was not loaded. A norm that only SGLang's model has is no loss: it gets
+    its initial value back."""
     if not bool(place.isnan().any()):
         return False
-    constant = bool((before == before[0]).all()) and float(before[0]) != 0  # memory may be zeros
+    # Uninitialised memory may be zeros.
+    constant = bool((before == before[0]).all()) and float(before[0]) != 0
     if model.get_parameter(name).ndim > 1 or not constant or not bool(place.isnan().all()):
         return True
     empty = in_transformers(settings)
@@ -112,7 +114,7 @@ def _is_absent(
 
 
 def _bias_of_head(model: Any) -> dict[str, tuple[int, ...]]:
-    """The bias of an output layer, which SGLang loads, and leaves out when it computes logits."""
+    """The bias of an output layer, which SGLang loads but ignores when it computes logits."""
     bias = getattr(getattr(model, "lm_head", None), "bias", None)
     if isinstance(bias, torch.Tensor) and bool(bias.count_nonzero()):
         return {"lm_head.bias": tuple(bias.shape)}
