@@ -1,4 +1,4 @@
-"""How much memory the key/value cache takes on a CPU, and how long contexts may be with it."""
+"""How much memory the KV cache takes on a CPU, and how long contexts may be with it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ MIN_CACHE_BYTES = 2 << 30
 #: The largest share of the free memory that room for one context of full length may take.
 FREE_MEMORY_SHARE = 0.5
 
-#: Options by which a user says how large the cache is.
+#: The options by which a user sets the size of the cache.
 SIZES = ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override")
 
 
 def cache_on_a_cpu(settings: Any, engine_opts: Mapping[str, Any]) -> dict[str, int]:
-    """Options of vLLM, which by default would take most of the machine's memory: room for one
-    context of the model's longest, if half of the free memory has it, and contexts no longer than
-    the cache holds.
+    """Options that give the cache room for one context of full length, if half of the free memory
+    is enough for it, and that limit contexts to what the cache holds. By default, vLLM would take
+    most of the machine's memory.
 
     Args:
-        settings: Of the language model; ``None`` if transformers does not know it.
-        engine_opts: The user's options, which stay.
+        settings: The settings of the language model; ``None`` if transformers does not know it.
+        engine_opts: The user's options, which take precedence.
     """
     if any(engine_opts.get(name) is not None for name in SIZES):
         return {}
@@ -41,7 +41,8 @@ def cache_on_a_cpu(settings: Any, engine_opts: Mapping[str, Any]) -> dict[str, i
 
 
 def _bytes_of_a_context(settings: Any, engine_opts: Mapping[str, Any]) -> int:
-    """The keys and values of the longest context, at most: as if all layers kept all positions."""
+    """The most bytes that the longest context takes, which is what it takes if all layers keep all
+    positions."""
     longest = engine_opts.get("max_model_len")
     if not isinstance(longest, int) or longest < 0:
         longest = getattr(settings, "max_position_embeddings", None) or 0
@@ -51,12 +52,12 @@ def _bytes_of_a_context(settings: Any, engine_opts: Mapping[str, Any]) -> int:
     layers = getattr(settings, "num_hidden_layers", None) or 0
     exact = str(engine_opts.get("dtype")).removeprefix("torch.") in ("float", "float32")
     size = (torch.float32 if exact else torch.bfloat16).itemsize
-    blocks = longest + 1024  # some are vLLM's own, and the last is not full
+    blocks = longest + 1024  # some blocks are vLLM's own, and the last one is not full
     return int(2 * layers * kept * width * size * blocks)
 
 
 def warn_of_shorter_contexts(longest: int, settings: Any, options: Mapping[str, Any]) -> None:
-    """Say that contexts end before the model's longest, since the cache holds no longer one."""
+    """Warn if the cache is too small for the model's longest context."""
     wanted = getattr(settings, "max_position_embeddings", None) or 0
     if options.get("max_model_len") == -1 and longest < wanted:
         log.warning(
@@ -69,11 +70,11 @@ def warn_of_shorter_contexts(longest: int, settings: Any, options: Mapping[str, 
 
 
 def explain_small_cache(error: Exception, options: Mapping[str, Any]) -> None:
-    """For vLLM's error of a cache that holds no context of ``max_model_len``: it advises an option
-    that has no effect beside ``kv_cache_memory_bytes``.
+    """Explain vLLM's error about a cache that is too small for ``max_model_len``. vLLM itself
+    recommends an option that has no effect if ``kv_cache_memory_bytes`` is set.
 
     Raises:
-        InvalidOptionError: with the options that have.
+        InvalidOptionError: names the options that have an effect.
     """
     size = options.get("kv_cache_memory_bytes")
     if isinstance(error, ValueError) and size and "KV cache" in str(error):

@@ -1,4 +1,4 @@
-"""How much of the key/value cache contexts hold together."""
+"""How much of the KV cache contexts hold together."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class Block:
     """A full block.
 
     Attributes:
-        key: Its contents, and those of the blocks before it.
-        end: How many tokens these are.
+        key: The contents of the block and of the blocks before it.
+        end: How many tokens these blocks have together.
         parent: The block before it.
-        users: How many requests have it as their last full block, and blocks as their parent.
+        users: How many requests have the block as their last full one, plus how many blocks have it
+            as their parent.
     """
 
     key: Hashable
@@ -27,49 +28,50 @@ class Block:
 
 
 class CacheUsage:
-    """Counts the tokens of requests that vLLM has: those of full blocks that several share once.
+    """Counts the tokens of the requests that vLLM has. The tokens of a full block that several
+    requests share count once.
 
-    A request shares the blocks that are there when vLLM begins it, but for one that its last token
-    fills: that token is computed. Blocks that it fills later are its own, whatever others have. Of
-    requests that begin alike vLLM begins the longest first, so one that a last token fills is for
-    others when it is computed.
+    A request shares the blocks that exist when vLLM begins it. It does not share the block that its
+    last token fills, because that token is computed. The blocks that it fills later are its own,
+    even if others have equal ones. Of requests with a common prefix, vLLM begins the longest first;
+    a block that its last token fills can be shared once it is computed.
 
     Args:
-        block_size: Tokens in a block; ``None`` where requests share no blocks.
+        block_size: Tokens in a block; ``None`` if requests share no blocks.
 
     Attributes:
-        tokens: The most tokens of the key/value cache that all take together.
+        tokens: The most tokens of the KV cache that all requests take together.
     """
 
     def __init__(self, block_size: int | None) -> None:
         self._size = block_size
         self.tokens = 0
         self._known: dict[Hashable, Block] = {}
-        self._last: dict[str, Block | None] = {}  # of each request
+        self._last: dict[str, Block | None] = {}  # the last full block of each request
 
     def add(self, request: VllmRequest) -> None:
-        """A request begins."""
+        """Count a request that begins."""
         there = (self._known.get(key) for key, _ in self._blocks(request, 0, request.shareable))
         shared = next((block for block in there if block is not None), None)
         self.tokens += request.tokens - (shared.end if shared else 0)
         self._fill(request, shared, request.length - 1)
 
     def complete(self, request: VllmRequest) -> None:
-        """A request is computed, and stays."""
+        """Note that a request is computed, and stays."""
         self.extend(request, request)
 
     def extend(self, request: VllmRequest, longer: VllmRequest) -> None:
-        """A request goes on as a longer one, under the same id."""
+        """Note that a request continues as a longer one, under the same id."""
         last = self._last[request.request_id]
         self.tokens += longer.tokens - request.tokens
         if self._size is None or longer.length - (last.end if last else 0) < self._size:
-            return  # it fills no block
+            return  # no further block is filled
         self._fill(longer, last, longer.length)
         if last is not None:
             last.users -= 1
 
     def remove(self, request: VllmRequest) -> None:
-        """vLLM frees what no other request has."""
+        """Note that a request ends. vLLM frees the blocks that no other request has."""
         block = self._last.pop(request.request_id)
         if block is not None:
             block.users -= 1
@@ -87,7 +89,8 @@ class CacheUsage:
         self._last.clear()
 
     def _fill(self, request: VllmRequest, last: Block | None, stop: int) -> None:
-        """Give a request the full blocks of its first tokens after the last one that it has."""
+        """Add to a request the full blocks of its first ``stop`` tokens that come after its block
+        ``last``."""
         filled = [*self._blocks(request, last.end if last else 0, stop)]
         for key, end in reversed(filled):
             if last is not None:
@@ -101,10 +104,12 @@ class CacheUsage:
     def _blocks(
         self, request: VllmRequest, start: int, stop: int
     ) -> Iterator[tuple[Hashable, int]]:
-        """The keys and ends of a request's full blocks between two places, the last first."""
+        """The keys and ends of a request's full blocks between two positions, the last block
+        first."""
         if self._size is None or not request.shareable:
             return
         context = request.prompt.context
         for end in range(stop - stop % self._size, start, -self._size):
-            context = context.first(end)  # of the one before: it has the fewest to leave out
+            # A prefix of the previous one, which has the fewest tokens to leave out.
+            context = context.first(end)
             yield (request.prompt.adapter, end, context.hash_value), end

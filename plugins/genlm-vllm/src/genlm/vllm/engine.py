@@ -1,4 +1,4 @@
-"""The engine object: the hooks of the contract, over one vLLM engine core."""
+"""VllmEngine, the object that implements the hooks of the core on top of one vLLM engine core."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from genlm.vllm.sessions import Sessions
 
 log = get_logger()
 
-#: The most of the mass that rounding may move from one token to others, in any precision.
+#: The largest share of the mass that rounding may move between tokens, in any precision.
 SAME = 0.05
 
 
@@ -35,7 +35,7 @@ class VllmEngine:
     Args:
         llm: The ``vllm.LLM``.
         core: Its engine core.
-        rows: Where captured rows come from.
+        rows: The captured rows.
         sessions: Records of the contexts that stay in vLLM.
         live: Whether every answered context stays in vLLM, so that extending it costs only the new
             tokens.
@@ -56,7 +56,7 @@ class VllmEngine:
         self._core, self._rows, self._sessions = core, rows, sessions
         self._in_flight = RequestsInFlight(core, sessions.usage)
         self._numbers = itertools.count(1)
-        self._width = self.vocab_size  # token ids from there on are padding
+        self._width = self.vocab_size  # token ids from this one on are padding
         self._hides_padding = True
 
     # --- rows, draws and scores -------------------------------------------------------------------
@@ -107,8 +107,8 @@ class VllmEngine:
         return cheaper_as_requests(scores, self._core) if self._hides_padding else []
 
     def _hide_padding(self, width: int) -> None:
-        """Let no padding have any mass, and see whether that is so."""
-        self._width, self._hides_padding = width, False  # also where this fails
+        """Take all mass from padding tokens, and check that they have none."""
+        self._width, self._hides_padding = width, False  # restored also if the evaluation fails
         self._rows.hide_padding(self.model, width)
         row = self.evaluate_alone(Query((0,), cold=True))
         self._hides_padding = bool((row[width:] == -torch.inf).all())
@@ -116,8 +116,8 @@ class VllmEngine:
     def _is_native(
         self, request: SampleRequest | ScoreRequest, scores: Container[ScoreRequest]
     ) -> bool:
-        """Whether vLLM answers this itself, exactly and at less cost than rows; of scores it does
-        these."""
+        """Whether vLLM serves this request itself, exactly and at less cost than rows. ``scores``
+        are the scores of which this is true."""
         if isinstance(request, ScoreRequest):
             return request in scores
         return self._hides_padding and vllm_draws(request, self._core)
@@ -136,16 +136,17 @@ class VllmEngine:
         return VllmRequest(request, prompt, number, tokens, shareable, resumable)
 
     def _launch(self, request: VllmRequest, *, pinned: bool = False) -> None:
-        """Let vLLM work on a request: continue a live session, or start a new one."""
+        """Hand a request to vLLM: continue a live session, or start a new one."""
         prompt, extends = request.prompt, isinstance(request.request, Query) and not pinned
         session = self._sessions.take(prompt) if request.resumable and extends else None
         if session is None:
             request.params = self._params(request)
-            # A cold query has its own cache salt, so that vLLM finds no key/value state for it.
+            # A cold query has a cache salt of its own, so that vLLM finds no state for it.
             salt = f"cold-{request.request_id}" if prompt.cold else None
             self._in_flight.launch(request, salt, pinned=pinned)
             if isinstance(request.request, ScoreRequest):
-                request.params = row_params(request.request_id)  # what extends it asks no scores
+                # Later extensions of this session ask for no scores.
+                request.params = row_params(request.request_id)
         else:
             self._in_flight.extend(request, session)
 
@@ -183,7 +184,7 @@ class VllmEngine:
             return
         dropped = self._in_flight.drop(set(requests))
         self._core.abort([each.request_id for each in dropped])
-        # A partly computed prompt may have a row.
+        # A partly computed prompt may have captured a row.
         self._rows.take([each.request_id for each in dropped if each.wants_row])
 
     def _park(self, finished: Sequence[VllmRequest]) -> None:
@@ -193,9 +194,9 @@ class VllmEngine:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Release sessions until the rest and everything in flight fit in the key/value cache
-        together; and all of them where vLLM stands still: whatever was counted, they have what it
-        waits for."""
+        """Release sessions until the others fit in the KV cache together with everything in flight.
+        If vLLM stands still, release all of them, because they then hold the blocks that it waits
+        for, whatever was counted."""
         self._release(self._sessions.trim(len(self._in_flight)))
         if self._in_flight.has_stood_still() and (idle := self._sessions.drop_idle()):
             log.warning("vllm.stood_still", sessions=len(idle), what="they are released")
@@ -207,7 +208,7 @@ class VllmEngine:
         ids = [session.request_id for session in sessions]
         self._core.abort(ids)
         if self._core.sessions_run:
-            self._rows.take(ids)  # one that was preempted while idle may have a row
+            self._rows.take(ids)  # a session that was preempted while idle may have captured a row
 
     # --- key/value state --------------------------------------------------------------------------
 
@@ -230,8 +231,8 @@ class VllmEngine:
         self._forget()
 
     def prove(self) -> None:
-        """Compute a row; and let sessions stay running requests of vLLM, if a row of an extended
-        one is the cold one."""
+        """Compute a row, to show that the model works. Sessions stay running requests of vLLM if
+        the row of an extended one agrees with the cold one."""
         if not self.max_context:
             raise InvalidOptionError(
                 f"max_model_len={self._core.max_model_len} leaves no room for a context beside the "
@@ -258,7 +259,7 @@ class VllmEngine:
             self._core.pause_sessions()
 
     def evaluate_alone(self, query: Query) -> torch.Tensor:
-        """The row of a query, while nothing else is in flight."""
+        """The row of a query, computed while nothing else is in flight."""
         answers = self.genlm_step([query], [], [], [], self._width)
         while not answers:
             answers = self.genlm_step([], [], [], [], self._width)
@@ -268,8 +269,8 @@ class VllmEngine:
         return result
 
     def _pin(self, request: VllmRequest) -> None:
-        """Keep a context as a session that is never extended: its blocks stay in vLLM's prefix
-        cache."""
+        """Keep a context as a session that is never extended, so that its blocks stay in vLLM's
+        prefix cache."""
         request.resumable = True
         self._launch(request, pinned=True)
         self._make_room()
@@ -282,8 +283,8 @@ class VllmEngine:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Ensure that after an exception nothing is in flight, and no key/value state is left that
-        a failed step may have damaged.
+        """After an exception inside the block, drop everything in flight, and all state that a
+        failed step may have damaged.
 
         vLLM enters blocks in its prefix cache when it schedules them, before they are computed.
         """
@@ -298,10 +299,10 @@ class VllmEngine:
             raise
 
     def _forget(self) -> None:
-        """Let vLLM drop all requests and all key/value state.
+        """Let vLLM drop all requests and its whole KV cache.
 
         Raises:
-            EngineDeadError: it cannot.
+            EngineDeadError: vLLM cannot do this.
         """
         try:
             sessions = [session.request_id for session in self._sessions.clear()]
@@ -322,7 +323,7 @@ class VllmEngine:
 
 
 def _max_context(core: EngineCore) -> int:
-    """The longest context, tokens. vLLM also counts the token that it draws."""
+    """The longest context, in tokens. vLLM's own limit includes the token that it draws."""
     longest = core.max_model_len - 1
     if core.max_positions is None or core.max_positions >= longest:
         return longest
@@ -335,13 +336,13 @@ def _max_context(core: EngineCore) -> int:
 
 
 def distance(row: torch.Tensor, other: torch.Tensor) -> float:
-    """How much of the mass of one row is elsewhere in another."""
+    """The total variation between two rows: how much mass is elsewhere."""
     return float((row.exp() - other.exp()).abs().sum() / 2)
 
 
 def _result(finished: VllmRequest, row: torch.Tensor | None) -> Any:
-    """The result of a finished request (of a score, the row for its last token), or the error if
-    vLLM ended it without one."""
+    """The result of a finished request (for a score, the row of its last token), or an error if
+    vLLM ended it without a result."""
     request, why = finished.request, finished.failure
     if isinstance(request, SampleRequest):
         if why is not None:

@@ -1,4 +1,4 @@
-"""Requests that vLLM is working on: handed over, advanced step by step, and dropped."""
+"""The requests that vLLM is working on: how they are handed over, advanced and dropped."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from genlm.vllm.cache_usage import CacheUsage
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.request import Output, VllmRequest
 
-# Steps without any computed token, beyond those that the prompts in flight explain, before vLLM is
-# said to stand still, and before the engine is given up.
+# How many steps may compute no token, beyond those that the prompts in flight explain, before vLLM
+# counts as standing still, and before the engine is given up.
 STILL, PATIENCE = 30, 1000
 
 
@@ -20,14 +20,14 @@ class RequestsInFlight:
 
     Args:
         core: The engine core.
-        usage: Where they are counted for as long as vLLM has them.
+        usage: Counts the requests for as long as vLLM has them.
     """
 
     def __init__(self, core: EngineCore, usage: CacheUsage) -> None:
         self._core, self._usage = core, usage
         self._by_id: dict[str, VllmRequest] = {}
         self._idle_steps = 0
-        self.tokens = 0  # the most that all take in the key/value cache
+        self.tokens = 0  # the most tokens of the KV cache that all requests together may take
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -39,7 +39,7 @@ class RequestsInFlight:
         self._core.add(request, cache_salt, pinned=pinned)
 
     def extend(self, request: VllmRequest, session: VllmRequest) -> None:
-        """Let vLLM go on with an idle session, whose context the request extends."""
+        """Let vLLM continue an idle session, whose context the request extends."""
         request.request_id, request.params = session.request_id, session.params
         self._enter(request)
         self._usage.extend(session, request)
@@ -50,7 +50,7 @@ class RequestsInFlight:
         self.tokens += request.tokens
 
     def advance(self) -> list[VllmRequest]:
-        """One step of vLLM. Returns the requests that it finished; it keeps those that are
+        """Make one step of vLLM, and return the finished requests. vLLM keeps those that are
         resumable."""
         finished = []
         outputs = self._core.step()
@@ -74,7 +74,8 @@ class RequestsInFlight:
         return finished
 
     def drop(self, requests: Collection[Request]) -> list[VllmRequest]:
-        """Forget some; vLLM must be told to drop them. Requests not in flight are ignored."""
+        """Forget some requests. The caller must tell vLLM to drop them. Requests not in flight are
+        ignored."""
         dropped = [each for each in self._by_id.values() if each.request in requests]
         for each in dropped:
             self._remove(each)
@@ -82,7 +83,7 @@ class RequestsInFlight:
         return dropped
 
     def clear(self) -> list[str]:
-        """Forget all; the request ids that vLLM must drop."""
+        """Forget all requests, and return the ids that vLLM must drop."""
         dropped = list(self._by_id)
         self._by_id.clear()
         self._usage.clear()
@@ -90,7 +91,7 @@ class RequestsInFlight:
         return dropped
 
     def has_stood_still(self, steps: int = STILL) -> bool:
-        """Whether vLLM has made more than so many steps without computing anything."""
+        """Whether vLLM has made more than this many steps without computing anything."""
         return self._idle_steps > steps + self.tokens // self._core.longest_chunk
 
     def _remove(self, request: VllmRequest) -> None:
@@ -98,7 +99,8 @@ class RequestsInFlight:
         self.tokens -= request.tokens
 
     def _watch(self, outputs: Sequence[Output]) -> None:
-        """Avoid a hang: give up an engine that makes steps without computing anything.
+        """Give up an engine that makes many steps without computing anything, so that it does not
+        hang for ever.
 
         A step without results may be one of many that compute a long prompt.
         """

@@ -1,11 +1,10 @@
-"""What drives vLLM beyond its documented interface, but for forks and running sessions; checked
-when a model is loaded.
+"""The undocumented parts of vLLM that this plugin uses, except those for forks and running
+sessions. They are checked when a model is loaded.
 
-Documented and used elsewhere: ``vllm.LLM`` and its options, ``SamplingParams``, custom logits
-processors,
-``worker_extension_cls``. Here: the engine-core client below ``LLM``, which takes requests while
-others are running and, with ``resumable=True``, the continuation of a request that it holds (vLLM's
-own streaming-input API is a layer above it).
+Other modules use what is documented: ``vllm.LLM`` and its options, ``SamplingParams``, custom
+logits processors and ``worker_extension_cls``. This module uses the engine-core client below
+``LLM``. The client takes requests while others are running and, with ``resumable=True``,
+continuations of a request that it holds; vLLM's own streaming-input API is a layer above it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ REQUEST_FIELDS = (
     "cache_salt", "data_parallel_rank", "resumable",
 )  # fmt: skip
 OUTPUT_FIELDS = ("request_id", "new_token_ids", "finish_reason", "new_prompt_logprobs_tensors")
-#: What vLLM gives for chosen tokens of a prompt, where it can.
+#: The field in which vLLM returns the log-probabilities of chosen prompt tokens, if it can.
 SCORES_BY_ID = "prompt_token_id_logprobs"
 
 LIVENESS = 1.0  # seconds between checks whether a silent engine process is alive
@@ -61,8 +60,8 @@ def _unsupported(reason: str) -> BackendUnavailableError:
 
 
 def logits_processor_interfaces() -> list[type]:
-    """The base classes that vLLM's model runners require of a logits processor: V1's, and V2's if
-    there is one."""
+    """The base classes of logits processors that vLLM's model runners require: that of V1 and, if
+    it exists, that of V2."""
     from vllm.v1.sample.logits_processor import LogitsProcessor as V1
 
     try:
@@ -77,7 +76,7 @@ class EngineCore:
 
     Args:
         llm: The model.
-        stream: The stream that it computes on.
+        stream: The stream on which vLLM computes.
 
     Raises:
         BackendUnavailableError: this vLLM lacks something that the plugin needs, despite its
@@ -104,16 +103,17 @@ class EngineCore:
         config = _require(llm, "llm_engine.vllm_config")
         self.dtype = str(_require(config, "model_config.dtype"))
         self.max_model_len: int = _require(config, "model_config.max_model_len")
-        # Contexts may be longer in vLLM, which then reads beyond the table of embeddings.
+        # vLLM may accept longer contexts, and then reads beyond the table of embeddings.
         text = _require(config, "model_config.hf_text_config")
         self.max_positions = rope_limits(text).get("dynamic")
         self.logprobs_mode: str = _require(config, "model_config.logprobs_mode")
-        by_environment = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False)  # all, before 0.32
+        # Before 0.32, this variable alone decides.
+        by_environment = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False)
         runs_v2 = bool(getattr(config, "use_v2_model_runner", by_environment))
-        #: Seeds for draws without one, where vLLM would take these from NumPy's global generator,
-        #: which is the program's: of the model runner V2.
+        #: Makes the seeds of samples without one if the model runner is V2, which would take them
+        #: from NumPy's global generator, and that belongs to the program.
         self.seeds = random.Random(_require(config, "model_config.seed")) if runs_v2 else None
-        #: Whether the log-probabilities of chosen tokens of a prompt can be asked for: of the model
+        #: Whether the log-probabilities of chosen prompt tokens can be requested: with the model
         #: runner V2, from vLLM 0.32 on.
         self.scores_by_id: bool = (
             runs_v2
@@ -124,7 +124,7 @@ class EngineCore:
         self.max_num_seqs: int = _require(config, "scheduler_config.max_num_seqs")
         limits = _require(config, "scheduler_config")
         tokens = _require(limits, "max_num_batched_tokens")
-        # A longer prompt is computed in several steps.
+        # Longer prompts are computed in several steps.
         self.longest_chunk: int = min(
             tokens,
             limits.max_num_scheduled_tokens or tokens,
@@ -134,7 +134,7 @@ class EngineCore:
         self.block_size: int = _require(config, "cache_config.block_size")
         self.device_type: str = _require(config, "device_config.device").type
         lora = _require(config, "lora_config")
-        # On a CPU there is one more, which stays empty (loading.py).
+        # On a CPU there is one more slot, which stays empty (loading.py).
         self.max_loras: int = lora.max_cpu_loras - (self.device_type == "cpu") if lora else 0
         self._lora_requests: dict[int, Any] = {}
         self.hf_config = _require(config, "model_config.hf_config")
@@ -145,28 +145,29 @@ class EngineCore:
             self._groups = groups_of_layers(cache, config)
         else:
             self._groups = self.call_workers("genlm_groups_of_layers")[0]
-        # With a threshold, those that begin alike may be computed a part at a time side by side;
-        # and of several kinds of layers, some may have let go of what others still have.
+        # With a threshold, requests with a common prefix may be computed side by side, a part at a
+        # time. With several kinds of layers, some layers may have freed blocks that others still
+        # have.
         self.shares_blocks: bool = (
             self.prefix_caching
             and not limits.long_prefill_token_threshold
             and [whole for *_, whole in self._groups] == [True]
         )
-        #: Whether this process's scheduler makes forks.
+        #: Whether the scheduler in this process makes forks.
         self.forks: bool = not absent_names(self._client, f"engine_core.scheduler.{MARK}")
-        # vLLM keeps one block for itself, and with a watermark some for those that have begun.
+        # vLLM keeps one block for itself and, with a watermark, some for requests that have begun.
         there = _require(config, "cache_config").num_gpu_blocks or 0
         blocks = there - 1 - int(getattr(limits, "watermark", 0) * there)
-        #: Tokens that the key/value cache holds.
+        #: How many tokens the KV cache holds.
         self.kv_capacity = blocks * self.block_size if blocks > 0 else 1 << 62
 
-        #: What a context of a length takes in the key/value cache, in tokens.
+        #: How many tokens of the KV cache a context of a given length takes.
         self.footprint = footprint_of(self._groups, self.block_size)
 
     # --- requests ---------------------------------------------------------------------------------
 
     def run_sessions(self) -> None:
-        """Let sessions stay running requests, where that is possible."""
+        """Let sessions stay running requests, if possible."""
         here = self._client.engine_core if self._in_process else None
         self._running = running_sessions(here, self.max_loras)
 
@@ -177,8 +178,8 @@ class EngineCore:
 
         Args:
             request: The request.
-            cache_salt: Only requests with the same salt share key/value state.
-            pinned: Whether it will be held, but never extended.
+            cache_salt: Only requests with the same salt share state.
+            pinned: Whether the request will be held, but never extended.
         """
         resumable = request.resumable
         if resumable and not pinned and self._running is not None:
@@ -187,7 +188,7 @@ class EngineCore:
         self._add(request, request.prompt.token_ids, resumable, cache_salt)
 
     def extend(self, request: VllmRequest, token_ids: TokenIds) -> None:
-        """Append tokens to an idle session, of whose id the request is."""
+        """Append tokens to the idle session that has the request's id."""
         if self._running is not None:
             self._running.extend(request.request_id, list(token_ids))
         else:
@@ -196,7 +197,8 @@ class EngineCore:
     def _add(
         self, request: VllmRequest, token_ids: TokenIds, resumable: bool, salt: str | None
     ) -> None:
-        """With the id of an idle paused request, the tokens are appended to it."""
+        """Hand a request to vLLM. If an idle paused request has its id, the tokens are appended to
+        that."""
         adapter = request.prompt.adapter
         added = self._request_type(
             request_id=request.request_id,
@@ -214,24 +216,25 @@ class EngineCore:
 
     @property
     def sessions_run(self) -> bool:
-        """Whether sessions stay running requests; else they pause."""
+        """Whether sessions stay running requests. Otherwise they pause."""
         return self._running is not None
 
     def pause_sessions(self) -> None:
-        """Let the sessions to come pause; none may be held."""
+        """Let future sessions pause. No session may be held when this is called."""
         if self._running is not None:
             self._running.stop()
             self._running = None
 
     def step(self) -> list[Output]:
-        """Make one step (in this process), or wait for the next step of the engine's own process,
-        but no longer than ``LIVENESS``."""
+        """Make one step if the engine core is in this process. Otherwise wait for the next step of
+        its own process, at most ``LIVENESS`` seconds."""
         if self._in_process:
             with self._stream.entered():
                 if self._running is not None:
                     self._running.write()
                 return [_output(raw) for raw in self._client.get_output().outputs]
-        # Not get_output, which waits for ever if the engine's process is killed meanwhile.
+        # get_output is not used, because it waits for ever if the engine's process is killed
+        # meanwhile.
         try:
             given = self._client.outputs_queue.get(timeout=LIVENESS)
         except queue.Empty:
@@ -248,25 +251,23 @@ class EngineCore:
                 self._running.remove(request_ids)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all key/value state that no request holds; ``False`` if a request still holds
-        some."""
+        """Drop the state that no request holds. Returns ``False`` if a request still holds some."""
         with self._stream.entered():
             return bool(self._client.reset_prefix_cache())
 
     # --- workers ----------------------------------------------------------------------------------
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker, by name; the results by rank."""
+        """Call the named method of every worker, and return the results by rank."""
         with self._stream.entered():
             results: list[Any] = self._client.collective_rpc(method, args=args)
         return results
 
     def add_lora(self, adapter: Adapter, folder: str) -> None:
-        """Load an adapter from a folder, which must stay as long as the adapter.
+        """Load an adapter from a folder, which must exist for as long as the adapter is loaded.
 
-        Each version gets a new integer id and a new name: vLLM keeps weights by the id and
-        key/value state by the name, so with the same name an adapter would use its predecessor's
-        state.
+        Each version gets a new integer id and a new name. vLLM keeps weights by the id and state by
+        the name, so with the same name an adapter would use its predecessor's state.
         """
         from vllm.lora.request import LoRARequest
 
@@ -293,9 +294,10 @@ class EngineCore:
     def shutdown(self) -> None:
         """Stop the engine.
 
-        In this process vLLM's own shutdown would also destroy the process groups, which all models
-        in the process share: they end with the last. So the parts are stopped one by one, and its
-        finalizer, which would do the same at exit, is disabled.
+        If the engine core is in this process, vLLM's own shutdown would also destroy the process
+        groups, which all models in the process share, and which must last until the last model
+        ends. So the parts are stopped one by one, and vLLM's finalizer, which would do the same at
+        exit, is disabled.
         """
         if not self._in_process:
             self._client.shutdown()
@@ -305,19 +307,21 @@ class EngineCore:
         with self._stream.entered():
             for part in IN_PROCESS_PARTS:
                 _require(self._client, part)()
-            del self._client.engine_core  # what tells one in use from one that is shut down
+            # This attribute tells a client in use from one that is shut down.
+            del self._client.engine_core
             self._llm = self._client = self._running = None
             if not end_unused_process_groups():
                 gc.collect()
 
 
 def groups_of_layers(cache: Any, config: Any) -> list[tuple[int, int, bool]]:
-    """The groups of layers that have blocks of their own: the tokens of a block (0 where a block is
-    no part of a context), the most blocks that a request takes, and whether it keeps all of them.
+    """The groups of layers that have blocks of their own. For each group: the tokens of a block (0
+    if a block is not a part of a context), the most blocks that a request takes, and whether a
+    request keeps all of its blocks.
 
     Args:
         cache: vLLM's ``KVCacheConfig``.
-        config: Its ``VllmConfig``.
+        config: vLLM's ``VllmConfig``.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
 
@@ -333,8 +337,9 @@ def groups_of_layers(cache: Any, config: Any) -> list[tuple[int, int, bool]]:
 
 
 def footprint_of(groups: Sequence[tuple[int, int, bool]], block_size: int) -> Callable[[int], int]:
-    """Of a length, the tokens in whole blocks of each group of layers, with room for the token
-    drawn; computed once for each length, since every request asks."""
+    """A function that gives the tokens that a context of a given length takes in the KV cache, in
+    whole blocks of every group of layers, including the drawn token. Results are cached, since
+    every request needs one."""
 
     @lru_cache(maxsize=1 << 16)
     def footprint(length: int) -> int:
@@ -347,7 +352,7 @@ def footprint_of(groups: Sequence[tuple[int, int, bool]], block_size: int) -> Ca
 def _output(raw: Any) -> Output:
     finished, scores = raw.finish_reason, getattr(raw, SCORES_BY_ID, None)
     if scores is None and raw.new_prompt_logprobs_tensors is not None:
-        # Other columns are those of likelier tokens.
+        # The other columns belong to likelier tokens.
         scores = raw.new_prompt_logprobs_tensors.logprobs
     return Output(
         raw.request_id,
@@ -365,8 +370,8 @@ def _require(owner: Any, path: str) -> Any:
 
 @contextlib.contextmanager
 def engine_core_here() -> Iterator[bool]:
-    """While a model loads: keep the engine core in this process, unless the user's environment says
-    otherwise.
+    """Inside the block, in which a model is loaded, the engine core stays in this process, unless
+    the user's environment says otherwise.
 
     vLLM takes this choice only from the environment, and keeps what it read when the first model
     was loaded. The variable is restored at the end. Yields whether the engine core will be in this
@@ -388,11 +393,11 @@ def engine_core_here() -> Iterator[bool]:
 
 @contextlib.contextmanager
 def process_groups() -> Iterator[None]:
-    """While a model loads: have the process groups that it needs, and after a failure none that no
-    model needs.
+    """Inside the block, in which a model is loaded, all process groups that it needs exist. After a
+    failure, groups that no model needs are destroyed.
 
     vLLM makes them with the first model of a process, and keeps them in globals. They hold a
-    thread, a socket and a file. That of experts is missing if the first model has none.
+    thread, a socket and a file. The group for experts is missing if the first model has no experts.
     """
     from vllm.distributed import parallel_state
 
@@ -416,13 +421,13 @@ def process_groups() -> Iterator[None]:
 
 
 def end_unused_process_groups() -> bool:
-    """Destroy the process groups that a model of ours has made, if no vLLM computes here any more.
-    Whether it did."""
+    """Destroy the process groups that this plugin's models have made, if no vLLM model is left in
+    the process. Returns whether they were destroyed."""
     from vllm.distributed import cleanup_dist_env_and_memory, parallel_state
     from vllm.v1.engine.core_client import InprocClient
 
-    # vLLM froze all objects after loading; without this its cycles would never be collected, nor
-    # its clients be listed.
+    # vLLM froze all objects after loading. Unless they are unfrozen, its cycles are never
+    # collected, and its clients are not listed.
     gc.unfreeze()
     if not getattr(parallel_state._WORLD, "made_by_genlm", False):
         return False

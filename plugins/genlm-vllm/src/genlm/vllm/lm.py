@@ -9,7 +9,7 @@ from genlm.core.lm import NamedLM
 
 
 class AsyncVirtualLM(NamedLM):
-    """A language model evaluated by vLLM; make one with :meth:`from_name`."""
+    """A language model evaluated by vLLM; use :meth:`from_name` to create one."""
 
     @classmethod
     def from_name(
@@ -36,7 +36,7 @@ class AsyncVirtualLM(NamedLM):
         Raises:
             InvalidOptionError: an option is unknown, or does not work with full rows.
             BackendUnavailableError: vLLM is not installed, or not in a supported version.
-            Exception: what vLLM raises when it cannot load the model.
+            Exception: vLLM's own error when it cannot load the model.
         """
         ours = {"engine_opts": engine_opts, "live_sessions": live_sessions, **options}
         return cls.from_backend("vllm", model_name, ours)

@@ -47,11 +47,13 @@ log = get_logger()
 WORKER = "genlm.vllm.worker"
 SCHEDULER = "genlm.vllm.forks.forking_scheduler"
 
-#: What vLLM raises for a configuration that it does not know, as it loads or at the first row.
+#: The errors that vLLM raises for a configuration that it does not know, while loading or at the
+#: first row.
 UNREAD = (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError)
 
-#: Where vLLM reads a model's files, makes the model and has its kernels; elsewhere it speaks of
-#: options. And what it says elsewhere of a model that it has not.
+#: The modules of vLLM that read a model's files, build the model and have its kernels; an error
+#: from any other module is about options. And the messages by which other modules report an unknown
+#: model.
 OF_THE_MODEL = ("model_executor", "transformers_utils", "v1/attention")
 NO_SUCH_MODEL = ("Model architectures", "Pooling models", "Unknown quantization method")
 
@@ -80,8 +82,8 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     stream = EngineStream()
     with stream.entered(), engine_core_here() as here, process_groups():
         if here:
-            # vLLM searches all objects for garbage five times as it loads, and then freezes them
-            # until it is closed. Those that are there already need it once.
+            # vLLM runs five garbage collections while it loads, and then freezes all objects until
+            # it is closed. Objects that exist already need to be searched only once.
             gc.collect()
             gc.freeze()
         local = here and _has_one_worker(chosen.engine_opts)
@@ -135,7 +137,7 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
 
 @contextmanager
 def _explained(model: str) -> Iterator[None]:
-    """Say what it means that vLLM fails without words for a user."""
+    """Inside the block, explain errors of vLLM that say nothing to a user."""
     try:
         yield
     except Exception as error:
@@ -149,7 +151,8 @@ def _explained(model: str) -> Iterator[None]:
 
 
 def _lacking(model: str) -> str:
-    """What vLLM's code of a model that also sees imports, and may say little of."""
+    """The missing package that vLLM's code of a multimodal model imports, which vLLM's own error
+    may not name."""
     whole = whole_settings_of(model)
     if whole is None or language_part(whole) is None or find_spec("torchvision"):
         return ""
@@ -160,7 +163,7 @@ def _lacking(model: str) -> str:
 
 
 def _is_of_the_model(error: Exception) -> bool:
-    """Whether another model, rather than other options, would have loaded."""
+    """Whether an error is about the model and not about the options."""
     if isinstance(error, GenlmError) or is_out_of_memory(error):
         return False
     files = [frame.filename.replace("\\", "/") for frame in extract_tb(error.__traceback__)]
@@ -170,7 +173,8 @@ def _is_of_the_model(error: Exception) -> bool:
 
 
 def _engine(llm: Any, core: EngineCore, rows: Rows, chosen: Options) -> VllmEngine:
-    half = core.max_num_seqs // 2  # the other half is for requests at work, while they need it
+    # The other half is left to running requests for as long as they need it.
+    half = core.max_num_seqs // 2
     live, places = chosen.live_sessions, core.max_num_seqs - 1
     has_limit = live is not True and bool(live)
     sessions = Sessions(
@@ -190,11 +194,10 @@ def _engine(llm: Any, core: EngineCore, rows: Rows, chosen: Options) -> VllmEngi
 def _defaults() -> dict[str, Any]:
     """Options that differ from vLLM's own defaults, unless the user sets them.
 
-    A fresh seed, because unseeded draws must differ from run to run, and vLLM seeds its sampler
-    with 0. No asynchronous scheduling: it runs the scheduler during the next token of long
-    continuations, but single rows take one step more. And of a model that also sees or hears, the
-    language model alone: nothing else is asked for here, and vLLM would load what sees, and try it
-    on images, for which it needs the processor's files.
+    They are: a fresh seed, because unseeded samples must differ from run to run, and vLLM seeds its
+    sampler with 0; no asynchronous scheduling, with which a single row takes one step more; and,
+    for a multimodal model, the language model alone. Only text is requested here, and vLLM would
+    otherwise load the other parts and try them on images, for which it needs the processor's files.
     """
     settings: dict[str, Any] = {
         "seed": secrets.randbits(31),
@@ -204,17 +207,17 @@ def _defaults() -> dict[str, Any]:
         "scheduler_cls": SCHEDULER,
     }
     if on_a_cpu():
-        # A partial block is not found again after its request has gone, so blocks are small.
+        # A partly filled block cannot be found after its request has ended, so blocks are small.
         # Compiling takes minutes and gains little.
         settings |= {"enforce_eager": True, "block_size": 32}
     return settings
 
 
 def _heed_float32(engine_opts: Mapping[str, Any]) -> None:
-    """On a GPU, let vLLM's kernels compute in float32 where that is asked for.
+    """On a GPU, make vLLM's kernels compute in full float32 if that type is requested.
 
     Raises:
-        InvalidOptionError: its kernels for adapters cannot.
+        InvalidOptionError: vLLM's kernels for adapters do not support float32.
     """
     dtype = engine_opts.get("dtype")
     if on_a_cpu() or str(dtype).removeprefix("torch.") not in ("float", "float32"):
@@ -229,20 +232,20 @@ def _heed_float32(engine_opts: Mapping[str, Any]) -> None:
 
 
 def _spare_slot(engine_opts: Mapping[str, Any]) -> dict[str, int]:
-    """On a CPU, as many slots as there may be adapters, and one more: vLLM takes the first that is
-    free, and (to 0.32) applies the last to rows without an adapter."""
+    """On a CPU, give every adapter a slot, and add an empty one. vLLM fills the first free slot,
+    and (to 0.32) applies the last slot to rows without an adapter."""
     if not (engine_opts.get("enable_lora") and on_a_cpu()):
         return {}
     slots = _number(engine_opts, "max_loras")
     adapters = _number(engine_opts, "max_cpu_loras", slots)
     if adapters < slots:
-        return {}  # which vLLM refuses
+        return {}  # but vLLM rejects that value
     return {"max_loras": adapters + 1, "max_cpu_loras": adapters + 1}
 
 
 def _row_hooks(engine_opts: Mapping[str, Any], store: RowStore | None) -> dict[str, Any]:
-    """How rows get out. Ours is the first logits processor: the user's processors change what is
-    drawn, not the rows."""
+    """The logits processors of a model. The plugin's is the first, so that the user's processors
+    change samples but not rows."""
     users = list(engine_opts.get("logits_processors") or [])
     if store is not None:
         return {"logits_processors": [capture_into(store), *users]}
@@ -266,5 +269,5 @@ def _has_one_worker(engine_opts: Mapping[str, Any]) -> bool:
 
 
 def _number(engine_opts: Mapping[str, Any], name: str, usual: int = 1) -> int:
-    """Raises: InvalidOptionError: it is no number of at least 1."""
+    """Raises: InvalidOptionError: the value is not an integer of at least 1."""
     return integer(f"engine_opts[{name!r}]", engine_opts.get(name) or usual, least=1)

@@ -29,21 +29,21 @@ from genlm.kit.adapter_files import (
 from genlm.kit.checkpoints import weight_files
 from genlm.vllm.engine import VllmEngine
 
-#: Settings that are applied correctly after an adapter is made plain LoRA.
+#: Features that are applied correctly once an adapter is converted to plain LoRA.
 APPLIED = frozenset({
     Feature.RSLORA, Feature.RANKS, Feature.ALPHAS, Feature.EMBEDDING, Feature.HEAD,
     Feature.SAVED_EMBEDDINGS,
 })  # fmt: skip
 
-#: What models that also see call their language model.
+#: The name of the language model within multimodal models.
 OF_TEXT = {"language_model", "text_model"}
 
 
 class LoraEngine(VllmEngine):
     """An engine with adapters.
 
-    vLLM gets each adapter as plain LoRA in its own folder, which stays as long as the adapter: vLLM
-    may read it again.
+    vLLM gets each adapter as plain LoRA in a folder of its own. The folder exists for as long as
+    the adapter, because vLLM may read it again.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -52,19 +52,19 @@ class LoraEngine(VllmEngine):
 
     @hookimpl
     def genlm_read_lora(self, adapter: Adapter) -> AdapterFolder:
-        """Raises: InvalidAdapterError: it is not valid, or of a kind that vLLM applies wrongly."""
+        """Raises: InvalidAdapterError: the adapter is invalid, or of a kind that vLLM applies
+        wrongly."""
         read = read_adapter(adapter.path)
         read.require(APPLIED, "vLLM")
         return read
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter, contents: AdapterFolder) -> bool:
-        """Raises:
-        InvalidAdapterError: it is made for another model.
-        InvalidOptionError: vLLM already has as many adapters as it keeps.
+        """Raises: InvalidAdapterError: the adapter is made for another model. InvalidOptionError:
+        vLLM already has as many adapters as it keeps.
         """
-        # With more, vLLM would silently drop one, and when that is next used, read again what is
-        # then at its path.
+        # With more adapters, vLLM would silently drop one. When that is used again, vLLM would read
+        # whatever is then at its path.
         if len(self._folders) >= (most := self._core.max_loras):
             raise InvalidOptionError(
                 f"{len(self._folders)} LoRA adapters are loaded and max_cpu_loras is {most}; "
@@ -101,11 +101,11 @@ class LoraEngine(VllmEngine):
         return shapes_in_transformers(self._core.hf_config)
 
     def _require_same_embeddings(self, adapter: AdapterFolder) -> None:
-        """With LoRA on the output layer or embedding, PEFT also saves that layer of the model; it
-        may be another model's.
+        """Check the copies of the output layer and the embedding that PEFT saves if LoRA changes
+        them; they may belong to another model.
 
         Raises:
-            InvalidAdapterError: it is another model's, or there is no folder of the model to
+            InvalidAdapterError: a copy belongs to another model, or the model has no folder to
                 compare it with.
         """
         for name, saved in adapter.saved_copies.items():
@@ -123,14 +123,14 @@ class LoraEngine(VllmEngine):
                 )
 
     def _cheaper_as_requests(self, scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
-        """Scores are made from rows: in vLLM (to 0.32), LoRA layers treat a prompt's logits as
-        those of a batch's last positions."""
+        """No score is cheaper as a request, so all scores are made from rows: in vLLM (to 0.32),
+        LoRA layers treat a prompt's logits as those of a batch's last positions."""
         return []
 
 
 def _of_text(adapter: AdapterFolder) -> AdapterFolder:
-    """Without what it adds to parts that see or hear, where the language model has a name of its
-    own: vLLM has not loaded them, and they change nothing of text."""
+    """The adapter without the parts outside the language model, if that has a name of its own. vLLM
+    has not loaded these parts, and they do not affect text."""
     modules = adapter.modules
     names = {name for name in modules if OF_TEXT & {*name.split(".")}}
     if not names:

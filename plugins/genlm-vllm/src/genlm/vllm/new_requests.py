@@ -1,8 +1,8 @@
-"""Requests that vLLM has not begun: of those that begin alike, one goes a step earlier.
+"""Requests that vLLM has not begun. Of requests with a common prefix, one begins a step earlier.
 
-A request finds the full blocks that others have or that the same step computes; a fork finds also
-what others had of a block before the step. So of those that begin together, each would compute for
-itself what they share of the block in which they part.
+A request finds the full blocks that other requests have, or that the same step computes. A fork
+also finds the part of a block that others had before the step. So requests that begin in the same
+step would each compute the shared part of the block in which they diverge.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from typing import Any
 from genlm.kit.new_requests import MIN_TOKENS_TO_WAIT, Leaders
 from genlm.kit.prefixes import key_of
 
-#: In ``SamplingParams.extra_args``, int: take over no more first tokens than this: of those behind,
-#: log-probabilities are wanted.
+#: A key of ``SamplingParams.extra_args``. Its value is the most leading tokens that the request may
+#: take over from others: log-probabilities of the tokens behind are wanted, so these must be
+#: computed.
 READS_KEY = "genlm_reads"
 
 
 class NewRequests:
-    """Those of one scheduler.
+    """The new requests of one scheduler.
 
     Args:
-        scheduler: vLLM's.
-        block_size: Tokens in a block: who waits computes fewer less.
-        known: How many first tokens of a request need not be computed if it begins now, of so many
-            that another request shares.
-        least_saved: They wait if this saves so many tokens in all.
+        scheduler: vLLM's scheduler.
+        block_size: Tokens in a block. A request that waits saves fewer tokens than this.
+        known: How many leading tokens of a request need not be computed if it begins now. Its
+            second argument is how many tokens another request shares.
+        least_saved: Requests wait only if this saves at least so many tokens in all.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class NewRequests:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Meanwhile those that should wait are not in vLLM's queue."""
+        """Inside the block, requests that should wait are not in vLLM's queue."""
         queue = self._scheduler.waiting
         asked = [*queue]
         held = self._held(asked)
@@ -52,14 +53,15 @@ class NewRequests:
         finally:
             left, before = [*queue], {*asked}
             staying = {*left, *held}
-            order = [each for each in left if each not in before]  # which were preempted
+            # Requests that vLLM has preempted.
+            order = [each for each in left if each not in before]
             order += [each for each in asked if each in staying]
             queue.remove_requests(left)
             queue.prepend_requests(reversed(order))
 
     def _held(self, asked: list[Any]) -> list[Any]:
-        """Those that should wait; and if there are any, those behind them to whom vLLM would give
-        their places."""
+        """The requests that should wait. If there are any, also the requests behind them to which
+        vLLM would give their places."""
         places = self._scheduler.max_num_running_reqs - len(self._scheduler.running)
         if min(places, len(asked)) * (self._size - 1) < self._least_saved:
             return []
@@ -72,32 +74,33 @@ class NewRequests:
         return [each for at, each in enumerate(asked) if each in wait or (wait and at >= places)]
 
     def _is_fork(self, request: Any) -> bool:
-        """Whether others have all but a few of its tokens: most requests are such."""
+        """Whether other requests have all but a few of the request's tokens, as is usual."""
         before = readable(request)
         known = self._known(request, before)
         return known % self._size > 0 and before - known < MIN_TOKENS_TO_WAIT
 
 
 def readable(request: Any) -> int:
-    """How many of its first tokens a request need not compute, whatever others have."""
+    """The most leading tokens that a request may take over from others."""
     wishes = getattr(request.sampling_params, "extra_args", None) or {}
     most: int = wishes.get(READS_KEY, request.num_tokens - 1)
     return most
 
 
 def is_text(request: Any) -> bool:
-    """Whether a request's prompt is nothing but token ids."""
+    """Whether a request's prompt consists only of token ids."""
     return not request.mm_features and request.prompt_embeds is None
 
 
 def _is_new(request: Any) -> bool:
-    """Whether it finds what others have, when it begins."""
+    """Whether a request has not begun, and can share the blocks of others."""
     reads = not request.skip_reading_prefix_cache
     return reads and not request.num_computed_tokens and _shares(request)
 
 
 def _leads(request: Any) -> bool:
-    """Whether it has begun, and has much to compute."""
+    """Whether a request has begun, and has so many tokens left to compute that others may wait for
+    it."""
     computed: int = request.num_computed_tokens
     return computed > 0 and request.num_tokens - computed >= MIN_TOKENS_TO_WAIT and _shares(request)
 

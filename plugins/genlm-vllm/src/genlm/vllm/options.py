@@ -14,7 +14,7 @@ from genlm.core.options import refuse_unknown, unknown_argument
 
 _SPECULATIVE = "a speculative step draws several tokens and captures no row for each"
 
-#: Option: the values that change nothing, and why others are refused.
+#: For each option: the values that change nothing, and why others are rejected.
 REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "speculative_config": ([None], _SPECULATIVE),
     "spec_method": ([None], _SPECULATIVE),
@@ -29,7 +29,7 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
 
 @frozen
 class Options:
-    """What the user chose; :meth:`genlm.vllm.AsyncVirtualLM.from_name` describes it."""
+    """The user's options, which :meth:`genlm.vllm.AsyncVirtualLM.from_name` describes."""
 
     engine_opts: Mapping[str, Any]
     live_sessions: bool | int
@@ -62,7 +62,7 @@ def check_engine_opts(engine_opts: Mapping[str, Any]) -> None:
     """Reject options that vLLM does not have, and options that do not work with rows.
 
     Raises:
-        InvalidOptionError: with the option's name, and what to do.
+        InvalidOptionError: names the option, and says what to do.
     """
     from vllm import EngineArgs
 

@@ -1,4 +1,4 @@
-"""What the entry point names: light, so that listing backends loads no engine."""
+"""The module that the entry point ``vllm`` names. Importing it imports no engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from genlm.core.hookspecs import hookimpl
 from genlm.core.types import BackendInfo, Engine
 
-#: What is used of vLLM may change with any release: others are refused.
+#: The supported releases. Others are rejected, because the parts of vLLM that the plugin uses may
+#: change with any release.
 VERSIONS = ">=0.30,<0.34"
 
 PREFERENCE_ON_CUDA = 100

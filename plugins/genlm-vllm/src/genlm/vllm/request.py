@@ -1,4 +1,4 @@
-"""One request in vLLM, and what a step gives it."""
+"""One request in vLLM, and the result of a step for it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from genlm.core.types import Query, Request, SampleRequest
 
 @frozen
 class Output:
-    """What one step gave one request.
+    """The result of one step for one request.
 
     Attributes:
         request_id: The request.
         token_ids: The tokens drawn in this step; empty while a prompt is still being computed.
         finished: Why vLLM ended the request (``"stop"``, ``"length"``, ``"error"``, ...); ``None``
             if it did not.
-        prompt_logprobs: ``[n]`` float32, of the prompt's last tokens given those before them: at
-            least of all behind the first that were computed for it; only for a request that wants
-            them, in the step that completes its prompt.
+        prompt_logprobs: ``[n]`` float32, the log-probabilities of the prompt's last tokens given
+            those before them, at least of all tokens that were computed for this request after the
+            first. Present only if the request wants them, in the step that completes its prompt.
     """
 
     request_id: str
@@ -36,19 +36,19 @@ class VllmRequest:
 
     Attributes:
         request: As the core admitted it.
-        prompt: What vLLM computes: the context, and for a score also the continuation without its
-            last token.
-        request_id: Its id in vLLM; its row is captured under it.
-        tokens: The most tokens that it takes in the key/value cache, with those that it may still
-            draw.
-        shareable: How many of its first tokens vLLM may take over from others.
-        resumable: Whether vLLM keeps it when it is finished, for more tokens.
-        length: Of the prompt, tokens.
+        prompt: The tokens that vLLM computes: the context and, for a score, the continuation
+            without its last token.
+        request_id: The request's id in vLLM, under which its row is captured.
+        tokens: The most tokens that the request takes in the KV cache, including those that it may
+            still draw.
+        shareable: How many leading tokens vLLM may take over from other requests.
+        resumable: Whether vLLM keeps the finished request for more tokens.
+        length: The length of the prompt, in tokens.
         params: vLLM's sampling parameters.
         drawn: The tokens drawn so far.
-        failure: Why vLLM ended it without drawing anything.
-        prompt_logprobs: Those of its prompt's last tokens, if it wants them and its prompt is
-            computed.
+        failure: Why vLLM ended the request without drawing anything.
+        prompt_logprobs: The log-probabilities of the prompt's last tokens, if the request wants
+            them and its prompt is computed.
     """
 
     request: Request
@@ -73,7 +73,7 @@ class VllmRequest:
 
     @property
     def is_kept(self) -> bool:
-        """Whether vLLM keeps it, now that it is finished."""
+        """Whether vLLM keeps the request, now that it is finished."""
         return self.resumable and self.failure is None
 
     def take(self, output: Output) -> bool:

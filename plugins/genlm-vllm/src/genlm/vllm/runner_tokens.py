@@ -1,8 +1,8 @@
-"""Where vLLM's model runners keep the tokens of their requests, and how known tokens get there.
+"""How known tokens are given to vLLM's model runners.
 
-A session is extended by tokens that the caller knows, where vLLM expects tokens that it has drawn
-itself. The scheduler is told elsewhere; here the model runner is. The runner V1 keeps tokens in
-arrays of this process, the runner V2 on the device.
+A session is extended by tokens that the caller knows, whereas vLLM expects tokens that it has drawn
+itself. Both the scheduler and the model runner must get them; this module gives them to the runner.
+The runner V1 keeps tokens in arrays of this process, the runner V2 on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ V2_NAMES = (
     "req_states.prefill_len.np", "req_states.last_sampled_tokens",
     "req_states.apply_staged_writes",
 )  # fmt: skip
-#: What the runner V2 has besides where positions have several axes (M-RoPE).
+#: The further attributes that the runner V2 must have if positions have several axes (M-RoPE).
 ROPE_NAMES = ("num_dims", "prefill_positions.stage_write", "prefill_delta.np")
 
 
@@ -36,14 +36,14 @@ class RunnerTokens(Protocol):
         :meth:`write`."""
 
     def write(self) -> None:
-        """Let all appended tokens reach the runner; called before each step, on its stream."""
+        """Write all appended tokens into the runner. Called before each step, on vLLM's stream."""
 
 
 class V1Tokens:
     """The arrays of the model runner V1.
 
-    It has only the requests of its last step in its arrays. It adds another one again with the
-    tokens in its list, also one that it preempted.
+    The arrays have only the requests of the runner's last step. When the runner takes up another
+    request, also one that it preempted, it reads the tokens from the request's list.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -60,17 +60,17 @@ class V1Tokens:
             batch.num_tokens_no_spec[slot] = end
 
     def write(self) -> None:
-        """The arrays have them."""
+        """Do nothing: :meth:`append` has written them already."""
 
 
 class V2Tokens:
     """The buffers of the model runner V2, by a request's slot.
 
-    A request has a slot from its first step until it ends or is preempted; vLLM adds a preempted
-    one again with all tokens of the scheduler's object. The next decoding step takes its input from
-    the tokens that the last step drew, and a known token takes that place. (In the list of all
-    tokens the drawn one stays: what has been computed is not read there again.) Several known
-    tokens are a prompt of which the beginning is computed.
+    A request has a slot from its first step until it ends or is preempted. vLLM adds a preempted
+    request again with all tokens of the scheduler's object. A decoding step takes its input from
+    the tokens that the last step drew, so a single known token is written there. In the list of all
+    tokens the drawn token stays, because computed tokens are not read from there again. Several
+    known tokens become a prompt whose beginning is already computed.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -90,8 +90,8 @@ class V2Tokens:
         slot = self._states.req_id_to_index.get(request.request_id)
         if slot is None:
             return
-        # Only a slot whose tokens are all computed decodes. vLLM may have preempted the session and
-        # be computing it again, from what it took for a prompt: the new token belongs to that.
+        # Only a slot whose tokens are all computed makes a decoding step. If vLLM has preempted the
+        # session and computes it again as a prompt, the new token belongs to that prompt.
         if len(token_ids) == 1 and request.num_computed_tokens == start:
             self._next[slot] = token_ids[0]
         else:
@@ -122,7 +122,7 @@ class V2Tokens:
 
 
 def runner_tokens(runner: Any) -> RunnerTokens | str:
-    """The tokens of a model runner; or what it lacks, in words."""
+    """The tokens of a model runner; or, if it lacks a needed attribute, a message that says so."""
     if not hasattr(runner, "req_states"):
         missing = absent_names(runner, *V1_NAMES)
         return f"this model runner has no {', '.join(missing)}" if missing else V1Tokens(runner)

@@ -14,21 +14,23 @@ from genlm.vllm.capture import ROW_KEY
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.new_requests import READS_KEY
 
-LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and treats the very lowest as 0
-HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher ones
+# vLLM raises lower temperatures to this one, and treats the very lowest as 0.
+LOWEST_TEMPERATURE = 0.01
+HIGHEST_TEMPERATURE = 2.0  # vLLM rejects higher temperatures
 SEEDS = 1 << 63
 
-#: For what is not drawn: the likeliest token needs no seed, but without one the model runner V2
-#: would take one from NumPy's global generator.
+#: The seed of requests that draw the likeliest token. They need none, but without one the model
+#: runner V2 would draw one from NumPy's global generator.
 NO_DRAW: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "seed": 0}
 
 
 def row_params(key: str) -> Any:
-    """One next-token row, captured under ``key``.
+    """The parameters of a next-token row, captured under ``key``.
 
-    vLLM must also draw a token: the likeliest, which is the cheapest.
+    vLLM must draw a token too; the likeliest one is the cheapest.
     """
-    params = copy.copy(_any_row())  # vLLM checks what is made anew, at the cost of a short step
+    # This skips vLLM's check of new parameters, which takes as long as a short step.
+    params = copy.copy(_any_row())
     params.extra_args = {ROW_KEY: key}
     return params
 
@@ -39,15 +41,15 @@ def _any_row() -> Any:
 
 
 def score_params(key: str, request: ScoreRequest, shareable: int, *, by_id: bool) -> Any:
-    """A row, captured under ``key``, and the log-probabilities of a continuation's tokens but the
-    last.
+    """The parameters of a score: a row, captured under ``key``, and the log-probabilities of all
+    tokens of the continuation but the last.
 
     Args:
-        key: The key.
+        key: The key of the row.
         request: The score.
-        shareable: How many first tokens may be taken over from others.
-        by_id: Whether vLLM takes the tokens that are scored; else it gives those of all tokens that
-            it computes.
+        shareable: How many leading tokens may be taken over from other requests.
+        by_id: Whether vLLM accepts the ids of the scored tokens. Otherwise it returns the
+            log-probabilities of all tokens that it computes.
     """
     wishes: dict[str, Any] = {"prompt_logprobs": 0}
     if by_id:
@@ -63,11 +65,11 @@ def score_params(key: str, request: ScoreRequest, shareable: int, *, by_id: bool
 
 
 def draw_params(params: SamplingParams, seeds: random.Random | None) -> Any:
-    """One continuation.
+    """The parameters of a sample.
 
     Args:
-        params: What the caller asks for.
-        seeds: Gives the seeds of draws that have none; ``None`` leaves it to vLLM.
+        params: The caller's sampling parameters.
+        seeds: Makes the seeds of samples without one; ``None`` leaves them to vLLM.
     """
     seed = params.seed
     if seed is None and seeds is not None:
@@ -84,7 +86,7 @@ def draw_params(params: SamplingParams, seeds: random.Random | None) -> Any:
 
 
 def _params(wishes: dict[str, Any], **options: Any) -> Any:
-    """vLLM's parameters, with wishes for our logits processor."""
+    """vLLM's parameters, with arguments for the plugin's logits processor."""
     from vllm import SamplingParams as VllmSamplingParams
 
     ours = {"ignore_eos": True, "detokenize": False, "skip_clone": True}
@@ -92,7 +94,7 @@ def _params(wishes: dict[str, Any], **options: Any) -> Any:
 
 
 def drawn_ids(drawn: list[int], params: SamplingParams) -> list[int]:
-    """What was drawn, without the stop token."""
+    """The drawn ids, without the stop token."""
     return drawn[:-1] if drawn[-1] in params.stop_token_ids else drawn
 
 
@@ -100,8 +102,8 @@ def vllm_draws(request: SampleRequest, core: EngineCore) -> bool:
     """Whether vLLM draws from exactly the requested distribution, and reproducibly if there is a
     seed.
 
-    It does not at temperatures that it raises or rejects. And on a CPU it fails on a seeded prompt
-    that it computes in chunks, also after it has preempted a draw.
+    It does not at temperatures that it raises or rejects. On a CPU, it also fails on a seeded
+    prompt that it computes in chunks, as it may after preempting a sample.
     """
     params = request.params
     if params.seed is not None and core.device_type == "cpu":

@@ -1,5 +1,6 @@
-"""Settings of a model's configuration that vLLM reads otherwise than transformers: set right where
-vLLM can compute them, else contexts end before them, or the model is rejected by name."""
+"""Settings of a model's configuration that vLLM reads in another way than transformers. They are
+corrected if vLLM can compute them. Otherwise contexts are limited to lengths that they do not
+affect, or the model is rejected."""
 
 from __future__ import annotations
 
@@ -29,22 +30,22 @@ log = get_logger()
 #: Families whose windows vLLM makes one token wider than transformers.
 WIDER = ("cohere2", "cohere2_moe")
 
-#: Families of which vLLM gives all layers the same window.
+#: Families in which vLLM gives all layers the same window.
 ONE_WINDOW = (
     "ministral3", "mixtral", "phi3", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text",
     "qwen3", "qwen3_moe",
 )  # fmt: skip
 
-#: What vLLM runs by transformers' code, with its windows.
+#: Families that vLLM runs by transformers' code, with its windows.
 BY_TRANSFORMERS = ("aya_vision",)
 
-#: Families whose yarn is right beside M-RoPE, where vLLM's ``get_rope`` has this argument; else it
-#: takes four times the original length.
+#: Families whose yarn is right beside M-RoPE if vLLM's ``get_rope`` has this argument. Without it,
+#: vLLM assumes four times the original length.
 YARN, POSITIONS = ("qwen3_vl_text", "qwen3_vl_moe_text"), "mrope_positions_factor"
 
 COHERE = {"tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False}
 
-#: Settings that vLLM does not read, and what it takes for them.
+#: For each family, settings that vLLM does not read, with the values that it assumes.
 TAKEN: Mapping[str, Mapping[str, object]] = {
     "cohere": COHERE,
     "cohere2": COHERE,
@@ -66,11 +67,11 @@ TAKEN: Mapping[str, Mapping[str, object]] = {
     "stablelm": {"use_parallel_residual": False, "qk_layernorm": False, "hidden_act": "silu"},
 }
 
-#: Settings that vLLM reads also in families of which transformers does not, and what changes
-#: nothing there.
+#: Settings that vLLM also reads in families in which transformers does not, with the neutral value.
 READ_EVERYWHERE: Mapping[str, object] = {"llama_4_scaling": None, "logit_scale": 1.0}
 
-#: What vLLM always computes otherwise in a family, and what only on a CPU.
+#: For each family, a setting or input and how vLLM treats it differently: always, and on a CPU
+#: only.
 ALWAYS = {"hrm_text": ("a prompt", "lets its tokens attend to later ones")}
 LATENT = ("kv_lora_rank", "computes latent attention otherwise on a CPU")
 ON_A_CPU = {
@@ -81,11 +82,12 @@ ON_A_CPU = {
 
 @frozen
 class Overridden:
-    """A user's function of a configuration, and what is changed after it. Sent to every process.
+    """A user's function of a configuration, followed by further changes. It is sent to every
+    process.
 
     Attributes:
         function: For vLLM's option ``hf_overrides``.
-        changes: Other settings of the language model.
+        changes: The settings of the language model to change afterwards.
     """
 
     function: Callable[[Any], Any]
@@ -99,14 +101,14 @@ class Overridden:
 
 @frozen
 class Configuration:
-    """What a model's configuration says with the user's overrides.
+    """A model's configuration with the user's overrides.
 
     Attributes:
-        whole: Of all that is in the folder.
-        settings: Of the language model, with the overrides.
+        whole: The configuration of the whole model in the folder.
+        settings: The settings of the language model, with the overrides.
         overrides: The user's option ``hf_overrides``: a mapping or a function.
-        changes: The overrides of the language model as vLLM must get them.
-        part: Under what name the whole has the language model, if it has one.
+        changes: The overrides of the language model, in the form that vLLM needs.
+        part: The name of the language model within the whole, if the whole has parts.
     """
 
     whole: Any
@@ -117,7 +119,7 @@ class Configuration:
 
     @classmethod
     def read(cls, model: str, engine_opts: Mapping[str, Any]) -> Configuration | None:
-        """``None`` if transformers does not know the model."""
+        """Read a model's configuration; ``None`` if transformers does not know the model."""
         name = engine_opts.get("hf_config_path") or model
         whole = whole_settings_of(name, engine_opts.get("revision"))
         if whole is None:
@@ -135,12 +137,13 @@ class Configuration:
         for name in given.keys() - {*ROPE_NAMES} if part else ():
             old = getattr(settings, name, None)
             if isinstance(old, dict) and isinstance(given[name], dict):
-                given[name] = old | given[name]  # as vLLM does there
+                given[name] = old | given[name]  # vLLM does the same with these
         changed, changes = overridden(settings, given)
         return cls(whole, changed, overrides, changes, part)
 
     def with_changes(self, **changed: Any) -> dict[str, Any]:
-        """The option with other settings; nothing where the user's says all."""
+        """The option ``hf_overrides`` with further settings; empty if the user's own option is
+        enough."""
         changes = {**self.changes, **changed}
         if not changes:
             return {}
@@ -151,12 +154,12 @@ class Configuration:
 
 
 def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of vLLM with which it computes what transformers does, of a configuration that the
-    user's ``hf_overrides`` have changed.
+    """Options with which vLLM computes the same as transformers for the configuration that results
+    from the user's ``hf_overrides``.
 
     Raises:
-        EngineError: vLLM cannot compute that at every length that was asked for.
-        InvalidOptionError: nor with an option.
+        EngineError: vLLM cannot compute the same at every requested length.
+        InvalidOptionError: vLLM cannot compute the same with one of the user's options.
     """
     configuration = Configuration.read(model, engine_opts)
     if configuration is None:
@@ -166,7 +169,7 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
     if not by_transformers:
         _refuse_what_is_not_read(settings, whole.model_type)
     longest = engine_opts.get("max_model_len")
-    if not isinstance(longest, int) or longest < 0:  # vLLM chooses
+    if not isinstance(longest, int) or longest < 0:  # then vLLM chooses
         longest = None
     found = windows(settings, getattr(settings, "num_hidden_layers", 0))
     window = next((one for one in found if one is not None), None)
@@ -187,7 +190,8 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
     windowed = ("sliding_window", "layer_types") if given_window else ()
     unread = [name for name in windowed if not is_read(settings.model_type, name)]
     wider = settings.model_type in WIDER and whole.model_type not in BY_TRANSFORMERS
-    if any(getattr(settings, name, None) for name in unread):  # vLLM would read them
+    # vLLM would read settings that transformers ignores.
+    if any(getattr(settings, name, None) for name in unread):
         corrected = configuration.with_changes(**dict.fromkeys(unread))
     elif window and wider and not by_transformers:
         corrected = configuration.with_changes(sliding_window=window - 1)
@@ -207,8 +211,8 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _end_of(settings: Any) -> tuple[int | None, str]:
-    """The longest context of which vLLM's positions are right, if it is less than the model's, and
-    what it ends before."""
+    """The longest context whose positions vLLM computes right, if that is less than the model's
+    longest, and what begins behind it."""
     for rope in rope_parameters(settings).values():
         begins = rope.get("original_max_position_embeddings")
         if begins and rope.get("llama_4_scaling_beta"):
@@ -217,14 +221,15 @@ def _end_of(settings: Any) -> tuple[int | None, str]:
             ends = int(begins * rope.get("factor", 1.0))
             if ends < getattr(settings, "max_position_embeddings", ends):
                 return ends, "the last of yarn's positions"
-    # vLLM takes the long factors at every length, if a context may be longer.
+    # If a context may be longer, vLLM uses the long factors at every length.
     return rope_limits(settings).get("longrope"), 'longrope\'s long factors; backend="hf" has both'
 
 
 def _takes_windows(settings: Any) -> bool:
-    """Whether vLLM gives each layer the window that the configuration does."""
+    """Whether vLLM gives each layer the window of the configuration."""
     kinds = list(getattr(settings, "layer_types", None) or ())
-    if settings.model_type == "gpt_oss":  # windows in every other layer, from the first on
+    # vLLM gives windows to every other layer, beginning with the first.
+    if settings.model_type == "gpt_oss":
         return kinds == (["sliding_attention", "full_attention"] * len(kinds))[: len(kinds)]
     return settings.model_type not in ONE_WINDOW or len({*kinds}) <= 1
 
@@ -232,13 +237,13 @@ def _takes_windows(settings: Any) -> bool:
 def _refuse_what_is_not_read(settings: Any, whole: str) -> None:
     """
     Args:
-        settings: Of the language model.
-        whole: The family of the model that it is a part of, which has the output layer.
+        settings: The settings of the language model.
+        whole: The family of the whole model, to which the output layer belongs.
     """
     family, fixed = settings.model_type, dict(TAKEN.get(settings.model_type, {}))
-    usual = getattr(type(settings), "hidden_act", None)  # transformers 4 names none
+    usual = getattr(type(settings), "hidden_act", None)  # transformers 4 has no such attribute
     if usual is not None and any("experts" in name for name in settings.to_dict()):
-        fixed["hidden_act"] = usual  # experts have that of the family
+        fixed["hidden_act"] = usual  # vLLM's experts always use the family's usual activation
     for name, taken in fixed.items():
         if not alike(value := getattr(settings, name, taken), taken):
             raise _error(family, f"{name}={value!r}", f"takes {taken!r} for it")

@@ -1,4 +1,4 @@
-"""What of a model is compared with transformers' own rows of its folder."""
+"""The description of a model that verification compares with transformers' rows of its folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ QUANTISATIONS = ("quantization", "quantization_config")
 
 
 def subject_of(model: str, options: Mapping[str, Any]) -> Subject:
-    """A model, and what vLLM's options change in it."""
+    """A model, and the changes that vLLM's options make to it."""
     changes = _changes(model, engine_opts_of(options))
     return served_subject(model, "vllm", options, changes, QUANTISATIONS)
 
 
 def _changes(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as if they stood in ``config.json``."""
+    """The settings of the options, as if they were in ``config.json``."""
     changes: dict[str, Any] = {}
     if another := given.get("hf_config_path"):
         file = Path(another) / "config.json"

@@ -1,5 +1,5 @@
-"""The weights that vLLM loads: it passes over names that its classes do not have, and reads other
-files than transformers."""
+"""Checks the weights that vLLM loads. vLLM ignores names that its classes do not have, and may read
+other files than transformers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from genlm.core.checks import describe_error
 from genlm.core.errors import UnsupportedError
 from genlm.kit.checkpoints import Reading, Shapes, read_by_transformers
 
-#: The values of ``load_format`` for folders that transformers reads, too.
+#: The values of ``load_format`` for folders that transformers can read too.
 FORMATS = ("auto", "hf", "safetensors")
 
-#: An attribute of a loaded model: see :func:`unread`.
+#: The attribute of a loaded model that :func:`unread` reads.
 UNREAD = "genlm_unread_weights"
 
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """While vLLM loads a model in this process, see :func:`watch`."""
+    """Inside the block, vLLM loads a model in this process, see :func:`watch`."""
     end = watch()
     try:
         yield
@@ -30,12 +30,12 @@ def watched() -> Iterator[None]:
 
 
 def watch() -> Callable[[], None]:
-    """Let vLLM's loader read the files that transformers reads, and note what it leaves out of
-    them, until the result is called."""
+    """Let vLLM's loader read the files that transformers reads, and note the tensors that it leaves
+    out. Calling the result ends this."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader as Loader
 
     prepare, load = Loader._prepare_weights, Loader.load_weights
-    if hasattr(load, UNREAD):  # a forked process has its parent's
+    if hasattr(load, UNREAD):  # a forked process inherits its parent's
         return lambda: None
 
     def prepare_weights(self: Any, *args: Any, **named: Any) -> tuple[Any, ...]:
@@ -65,21 +65,23 @@ def watch() -> Callable[[], None]:
 
 
 def unread(model: Any) -> Shapes:
-    """What was not read of the checkpoint of a loaded model: shapes by name. Nothing where another
-    loader of vLLM's has loaded it."""
+    """The shapes of the tensors of a loaded model's checkpoint that vLLM did not read, by name.
+    Empty if another one of vLLM's loaders loaded the model."""
     found: Shapes = getattr(model, UNREAD, {})
     return found
 
 
 def explain_repacked_weights(model: Any) -> None:
-    """Let a model that is given other weights say why vLLM cannot take them: on a CPU it has packed
-    those of the load anew."""
-    own: Any = weakref.WeakMethod(model.load_weights)  # else a closed model would keep itself
+    """Let a model explain why vLLM cannot load other weights into it: on a CPU, vLLM has repacked
+    the loaded ones."""
+    # Otherwise a closed model would keep itself alive.
+    own: Any = weakref.WeakMethod(model.load_weights)
 
     def load_weights(*args: Any, **named: Any) -> Any:
         try:
             return own()(*args, **named)
-        except (AssertionError, AttributeError) as error:  # of a size, or of a loader that is gone
+        # The cause is a size, or the loader no longer exists.
+        except (AssertionError, AttributeError) as error:
             raise UnsupportedError(
                 "vLLM has packed the weights of this model anew, and cannot load others into it "
                 f"({describe_error(error)}); some may have been loaded, so close it: save the "
