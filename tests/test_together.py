@@ -414,6 +414,26 @@ def test_the_first_error_ends_a_batch_call(mock):
         lm.batch_next_token_logprobs_sync([[1], [2]], then=map(inverse, (1, 0)))
 
 
+@BOTH
+def test_exceptions_take_the_places_of_results_if_a_batch_call_asks_for_them(mock, options):
+    lm = mock(fail_on=lambda query: query.token_ids == (3,), **options)
+    contexts, numbers = [[at] for at in range(6)], [2, 0, 4, 1, 5, 0]
+    found = lm.batch_next_token_logprobs_sync(
+        contexts, then=map(inverse, numbers), return_exceptions=True
+    )
+    kinds = [float, ZeroDivisionError, float, EngineError, float, ZeroDivisionError]
+    assert [*map(type, found)] == kinds
+    assert [found[at] for at in (0, 2, 4)] == [0.5, 0.25, 0.2]
+
+
+def test_return_exceptions_goes_with_then(mock):
+    lm = mock()
+    with pytest.raises(InvalidInputError, match="return_exceptions goes with then"):
+        lm.batch_next_token_logprobs_sync([[1]], return_exceptions=True)
+    with pytest.raises(InvalidInputError, match="return_exceptions goes with then"):
+        asyncio.run(lm.batch_next_token_logprobs([[1]], return_exceptions=True))
+
+
 class OneAtATime:
     """Answers one context in a step; knows whose memory is kept."""
 
@@ -493,6 +513,13 @@ def test_there_a_function_s_own_exception_comes_as_it_is(reducing):
     assert isinstance(outcomes[1], ZeroDivisionError)
     nothing = together(lambda rows: [None] * len(rows))
     assert reducing.next_token_logprobs_sync([1], then=nothing()) is None
+
+
+def test_there_exceptions_take_the_places_of_results_too(reducing):
+    found = reducing.batch_next_token_logprobs_sync(
+        [[1], [2], [3]], then=map(inverse, (2, 0, 4)), return_exceptions=True
+    )
+    assert [*map(type, found)] == [float, ZeroDivisionError, float]
 
 
 def test_there_an_engine_that_fails_is_named_and_others_are_answered(ranked):

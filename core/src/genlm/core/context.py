@@ -125,6 +125,15 @@ class Context(Sequence[int]):
         blocks, tail = self._cut(len(range(len(self))[:length]))
         return Context(tail, self.vocab_size, blocks)
 
+    def hash_without_last(self) -> int:
+        """The hash of the context without its last token, which it may extend."""
+        if self.grown == 1:
+            return self.parent_hash
+        if not self._tail:
+            return self.first(-1).hash_value
+        value = 0 if self._blocks is None else self._blocks.value
+        return hash((value, self._tail[:-1]))
+
     def starts_with(self, other: Context) -> bool:
         """Whether its first tokens are those of another context. Where one extends the other, this
         takes no longer for long ones."""

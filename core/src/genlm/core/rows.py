@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from attrs import evolve
 
@@ -14,7 +14,7 @@ from genlm.core.cache import OutputCache
 from genlm.core.context import Context, contexts_of, token_ids_of
 from genlm.core.copies import the_copy
 from genlm.core.drawer import Draw, TokenDrawer
-from genlm.core.errors import InvalidQueryError
+from genlm.core.errors import InvalidInputError, InvalidQueryError
 from genlm.core.hints import known_keywords
 from genlm.core.known_contexts import KnownContexts
 from genlm.core.runtime.askers import blocking
@@ -102,7 +102,18 @@ class RowsMixin(TextMixin):
         lora_name: LoraName = UNSET,
         *,
         then: Thens[R],
+        return_exceptions: Literal[False] = False,
     ) -> list[R]: ...
+
+    @overload
+    async def batch_next_token_logprobs(
+        self,
+        token_ids_list: Iterable[Iterable[int]],
+        lora_name: LoraName = UNSET,
+        *,
+        then: Thens[R],
+        return_exceptions: bool,
+    ) -> list[R | Exception]: ...
 
     @known_keywords
     async def batch_next_token_logprobs(
@@ -111,6 +122,7 @@ class RowsMixin(TextMixin):
         lora_name: LoraName = UNSET,
         *,
         then: Thens[Any] | None = None,
+        return_exceptions: bool = False,
     ) -> Any:
         """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``, or a list of
         what functions make of them.
@@ -119,20 +131,25 @@ class RowsMixin(TextMixin):
             token_ids_list: The contexts.
             lora_name: The adapter.
             then: As for :meth:`next_token_logprobs`: one for all contexts, or one for each, such as
-                ``map(draw, uniforms)``. The first exception ends the call.
+                ``map(draw, uniforms)``.
+            return_exceptions: With ``then``: an exception takes the place of its context's result.
+                Otherwise the first exception ends the call.
 
         Raises:
-            InvalidInputError: there are more of ``then`` than contexts, or fewer.
+            InvalidInputError: there are more of ``then`` than contexts, or fewer; or
+                ``return_exceptions`` is given without ``then``.
         """
         queries = self._queries(token_ids_list, lora_name)
         if then is None:
+            refuse_exceptions(return_exceptions)
             return await self._rows(queries)
         thens = each_of(then, len(queries))
         if not queries:
             return []
         if self._engine.reduces:
-            return await self._batcher.submit([*map(ReductionRequest, queries, thens)], list)
-        return await self._batcher.submit(queries, EachCombiner(thens))
+            requests = [*map(ReductionRequest, queries, thens)]
+            return await self._batcher.submit(requests, EachCombiner((), return_exceptions))
+        return await self._batcher.submit(queries, EachCombiner(thens, return_exceptions))
 
     @overload
     def next_token_logprobs_sync(
@@ -176,7 +193,18 @@ class RowsMixin(TextMixin):
         lora_name: LoraName = UNSET,
         *,
         then: Thens[R],
+        return_exceptions: Literal[False] = False,
     ) -> list[R]: ...
+
+    @overload
+    def batch_next_token_logprobs_sync(
+        self,
+        token_ids_list: Iterable[Iterable[int]],
+        lora_name: LoraName = UNSET,
+        *,
+        then: Thens[R],
+        return_exceptions: bool,
+    ) -> list[R | Exception]: ...
 
     @known_keywords
     def batch_next_token_logprobs_sync(
@@ -185,12 +213,16 @@ class RowsMixin(TextMixin):
         lora_name: LoraName = UNSET,
         *,
         then: Thens[Any] | None = None,
+        return_exceptions: bool = False,
     ) -> Any:
         """:meth:`batch_next_token_logprobs`, blocking."""
         if then is not None:
             self._batcher.require_open()
-            asked = self.batch_next_token_logprobs(token_ids_list, lora_name, then=then)
+            asked = self.batch_next_token_logprobs(
+                token_ids_list, lora_name, then=then, return_exceptions=return_exceptions
+            )
             return blocking(asked, self._batcher.result_of)
+        refuse_exceptions(return_exceptions)
         unknown, combine = self._look_up(self._queries(token_ids_list, lora_name))
         return self._batcher.ask(unknown, combine) if unknown else combine([])
 
@@ -270,6 +302,16 @@ class RowsMixin(TextMixin):
         if limit is not None and context.length + (room_for or 1) > limit + 1:
             raise InvalidQueryError(_too_long(context.length, room_for, limit))
         return context
+
+
+def refuse_exceptions(return_exceptions: bool) -> None:
+    """Raises: InvalidInputError: rows are asked for with ``return_exceptions``."""
+    if return_exceptions:
+        raise InvalidInputError(
+            "return_exceptions goes with then; rows are one tensor, which has no place for an "
+            "exception: ask for each by next_token_logprobs, in asyncio.gather(..., "
+            "return_exceptions=True)"
+        )
 
 
 def _too_long(length: int, room_for: int, limit: int) -> str:

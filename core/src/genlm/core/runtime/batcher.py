@@ -559,10 +559,10 @@ class Batcher:
                 suspects[request] = callers
             else:
                 self.counters["failed"] += len(callers)
-                for call, _ in callers:
-                    if call.fail(result):
+                for call, at in callers:
+                    if call.give(at, result) if call.keeps_errors else call.fail(result):
                         ended.append(call)
-                        result = another(result)  # for the next one
+                    result = another(result)  # for the next one
         if suspects:
             with self._lock:
                 self._lanes.suspect(suspects)

@@ -46,14 +46,17 @@ class EachCombiner(Generic[T]):
     """A combiner of a call of several requests that makes something of each result by itself, in
     the step that brings the result, and keeps no result for a later step.
 
-    The joint combiners share calls of ``together`` with those of other callers. The first exception
-    ends the call.
+    The joint combiners share calls of ``together`` with those of other callers.
 
     Attributes:
-        each: What makes something of each result, in the order of the requests.
+        each: What makes something of each result, in the order of the requests; empty if results
+            stay as they are.
+        keeps_errors: Whether an exception is what its request gives; otherwise the first one ends
+            the call.
     """
 
-    each: Sequence[JointCombiner[T]]
+    each: Sequence[JointCombiner[T]] = ()
+    keeps_errors: bool = False
 
     def __call__(self, results: Sequence[T]) -> list[T]:
         """What was made of them."""

@@ -36,7 +36,8 @@ class Call(Generic[T]):
     """
 
     __slots__ = (
-        "combine", "each", "error", "future", "is_joint", "left", "loop", "requests", "results"
+        "combine", "each", "error", "future", "is_joint", "keeps_errors", "left", "loop",
+        "requests", "results",
     )  # fmt: skip
 
     def __init__(
@@ -54,7 +55,10 @@ class Call(Generic[T]):
         self.results: list[Any] = [None] * self.left
         self.error: Exception | None = None
         self.is_joint = isinstance(combine, JointCombiner)
-        self.each = combine.each if isinstance(combine, EachCombiner) else ()
+        self.each: Sequence[JointCombiner[Any]] = ()
+        self.keeps_errors = False
+        if isinstance(combine, EachCombiner):
+            self.each, self.keeps_errors = combine.each, combine.keeps_errors
 
     @property
     def gone(self) -> bool:
@@ -155,7 +159,8 @@ def combined(
     ended = [*calls]
     for (call, at), result in zip(parts, made[len(joint) :], strict=True):
         call.results[at] = result
-        if isinstance(result, Exception) and call.fail(result) and call.left:
+        ends = isinstance(result, Exception) and not call.keeps_errors
+        if ends and call.fail(result) and call.left:
             ended.append(call)
     of_calls = dict(zip(joint, made[: len(joint)], strict=True))
     return [(call, of_calls[call] if call in of_calls else call.combined()) for call in ended]

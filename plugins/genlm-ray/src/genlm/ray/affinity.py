@@ -78,15 +78,16 @@ class Affinity(Generic[M]):
 
 def prefixes(query: Query) -> Iterator[int]:
     """The prefixes of a context at which it may be known, the longest first."""
-    context, length, grown = query.context, query.length, query.context.grown
-    version = 0 if query.adapter is None else query.adapter.version
+    context, length = query.context, query.context.length
+    grown, version = context.grown, 0 if query.adapter is None else query.adapter.version
     yield hash((version, context.hash_value))
     if length % BLOCK_TOKENS < grown:  # the blocks that end after the parent
         yield from blocks(context, version, length - grown)
     if length > (grown or 1):
-        parent = context.parent_hash if grown else context.first(-1).hash_value
+        parent = context.parent_hash if grown else context.hash_without_last()
         yield hash((version, parent))
-    yield from blocks(context, version, 0)
+    if length >= BLOCK_TOKENS:
+        yield from blocks(context, version, 0)
 
 
 def blocks(context: Context, version: int, above: int) -> Iterator[int]:
