@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 import warnings
 from types import ModuleType
+from typing import Any
 
 import pytest
 import ray
 import torch
 
+from genlm.core import EngineError
+from genlm.ray.functions import Reduced
 from genlm.ray.replica import OWN_CODE, send_own_code
 from genlm.ray.wire import Gone, portable, received, sent
 
@@ -18,19 +22,38 @@ from genlm.ray.wire import Gone, portable, received, sent
 def test_tensors_that_arrive_are_the_memory_that_they_came_in() -> None:
     """Which is not to be written into, as NumPy says and PyTorch warns; the core only reads it."""
     results = [torch.arange(5.0), ValueError("no"), torch.arange(3.0), [7, 8], torch.arange(5.0)]
-    joined, *rest = sent(results)
+    plain, joined, *rest = sent(results)
     assert joined is not None
     joined.setflags(write=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        first, error, second, drawn, third = received((joined, *rest))
+        first, error, second, drawn, third = received((plain, joined, *rest))
     assert torch.cat([first, second, third]).equal(torch.cat([results[i] for i in (0, 2, 4)]))
     assert (type(error), drawn, len(second)) == (ValueError, [7, 8], 3)
     assert first.data_ptr() == joined.ctypes.data
 
 
-def test_results_without_tensors_arrive() -> None:
-    assert received(sent([[1], []])) == [[1], []]
+@pytest.mark.parametrize(
+    "results",
+    [
+        [[1], []],
+        [(5, -0.5), (7, -1.5)],
+        [[(1, 0.5), (2, None)], "text", {"a": [torch.ones(2).tolist()]}],
+        [],
+        [[[[[[3]]]]]],
+    ],
+)
+def test_results_without_tensors_arrive(results: list[Any]) -> None:
+    assert [*received(pickle.loads(pickle.dumps(sent(Reduced.each(results)))))] == results
+
+
+def test_a_result_that_cannot_be_pickled_leaves_the_others_as_they_are() -> None:
+    first, second, third = Reduced.each([1, threading.Lock(), KeyError(2)])
+    assert isinstance(second, EngineError)
+    assert "return what can be pickled" in str(second)
+    arrived = received(sent([first, second, third]))
+    assert arrived[0] == 1
+    assert [*map(type, arrived[1:])] == [EngineError, KeyError]
 
 
 class Unportable(Exception):

@@ -19,6 +19,7 @@ from attrs import define, field
 from genlm.core import Answer, EngineDeadError, EngineError
 from genlm.core.errors import BackendUnavailableError
 from genlm.core.logs import get_logger
+from genlm.core.together import together
 from genlm.core.types import ReductionRequest, Request, query_of
 from genlm.ray.functions import Functions, Lacking
 from genlm.ray.log import Action, Change, Entry, Log
@@ -93,7 +94,7 @@ class Fleet:
     def _ask(self, member: Member, jobs: Sequence[Job], on_trial: bool) -> Journey:
         """The journey of requests, from waiting to being answered."""
         # A tuple, because Ray pickles each element of a list separately.
-        asked = tuple([self._asked(member, job.request) for job in jobs])
+        asked = tuple(self._asked(member, [job.request for job in jobs]))
         outcome = yield Call(member, ("answer", asked, on_trial), [*jobs], on_trial)
         if isinstance(outcome, Busy):
             self._placing.postpone(member, jobs)
@@ -110,15 +111,23 @@ class Fleet:
             self._answer(jobs, results)
             self._placing.add(alive(jobs))  # unanswered by the replica
 
-    def _asked(self, member: Member, request: Request) -> Ask:
-        """A request in the form that is sent to a replica. A function is sent to each replica
+    def _asked(self, member: Member, requests: Sequence[Request]) -> list[Ask]:
+        """Requests in the form that is sent to a replica. A function is sent to each replica
         once."""
-        if not isinstance(request, ReductionRequest):
-            return ask(request, self._program)
-        code = self.functions.code(request.then.function)
-        pickled = None if code.key in member.functions else code.pickled
-        member.functions.add(code.key)
-        return ask(request, self._program, (code.key, pickled, request.then.given))
+        asked: list[Ask] = []
+        keys: dict[together[Any], str] = {}
+        for request in requests:
+            if not isinstance(request, ReductionRequest):
+                asked.append(ask(request, self._program))
+                continue
+            function, pickled = request.then.function, None
+            if (key := keys.get(function)) is None:
+                code = self.functions.code(function)
+                key = keys[function] = code.key
+                pickled = None if key in member.functions else code.pickled
+                member.functions.add(key)
+            asked.append(ask(request, self._program, (key, pickled, request.then.given)))
+        return asked
 
     def _answer(self, jobs: Sequence[Job], results: Sequence[Any]) -> None:
         for job, result in zip(jobs, results, strict=True):

@@ -6,6 +6,7 @@ import hashlib
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,9 @@ KEPT_FUNCTIONS = 1000
 
 #: Types whose values can always be pickled.
 PLAIN = (float, int, str, bytes, bool, type(None))
+
+#: In which types of results others are looked for, and how deep.
+CONTAINERS, DEPTH = frozenset({tuple, list}), 4
 
 
 @frozen
@@ -49,10 +53,13 @@ class Functions:
         """Pickle the functions of some requests, and return the requests that cannot be sent, each
         with its error."""
         refused: dict[ReductionRequest, Exception] = {}
-        # Arguments that several callers share, by identity.
+        # Functions, and arguments that several callers share, by identity.
         checked: dict[int, Exception | None] = {}
         for request in requests:
-            error = self._pickle(request.then.function)
+            function = request.then.function
+            if id(function) not in checked:
+                checked[id(function)] = self._pickle(function)
+            error = checked[id(function)]
             for given in request.then.given:
                 if error is None and not isinstance(given, PLAIN):
                     if id(given) not in checked:
@@ -79,6 +86,19 @@ def unpicklable(what: str, value: Any) -> Exception | None:
     except Exception as error:
         return cannot_travel(what, value, error)
     return None
+
+
+def are_plain(values: Sequence[Any]) -> bool:
+    """Whether these are plain values, or tuples and lists of such ones: pickling cannot fail."""
+    left = values
+    for _ in range(DEPTH):
+        nested = {*map(type, left)}.difference(PLAIN)
+        if not nested:
+            return True
+        if not nested <= CONTAINERS:
+            return False
+        left = [*chain.from_iterable(each for each in left if type(each) in CONTAINERS)]
+    return False
 
 
 def cannot_travel(what: str, value: Any, error: Exception) -> InvalidInputError:
@@ -144,8 +164,15 @@ class Reduced:
     pickled: bytes
 
     @classmethod
-    def of(cls, result: Any) -> Reduced:
-        """Raises: EngineError: the result cannot be pickled."""
+    def each(cls, results: Sequence[Any]) -> Sequence[Any]:
+        """The results of functions as they travel, or the errors in their places."""
+        return results if are_plain(results) else [*map(cls.of, results)]
+
+    @classmethod
+    def of(cls, result: Any) -> Reduced | Exception:
+        """A result, or the error if it cannot be pickled; an error stays what it is."""
+        if isinstance(result, Exception):
+            return result
         try:
             return cls(pickle.dumps(result))
         except Exception:  # unpickling may import a class that only the replica has
@@ -153,10 +180,10 @@ class Reduced:
         try:
             return cls(ray.cloudpickle.dumps(result))
         except Exception as error:
-            raise EngineError(
+            return EngineError(
                 f"the result {safe_repr(result)} cannot be sent back by a replica: "
                 f"{describe_error(error)}; return what can be pickled"
-            ) from None
+            )
 
     def result(self) -> Any:
         """The result, or the error in its place."""

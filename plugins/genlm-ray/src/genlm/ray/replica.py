@@ -25,7 +25,7 @@ import ray
 from genlm.core import AsyncLM, EngineDeadError, EngineError
 from genlm.core.checks import describe_error
 from genlm.core.errors import InvalidOptionError, ModelClosedError
-from genlm.core.types import TokenIds
+from genlm.core.together import Then
 from genlm.ray.functions import KnownFunctions, Reduced
 from genlm.ray.hangs import LOOK_SECONDS, Caller, Hangs, Running
 from genlm.ray.wire import (
@@ -303,9 +303,7 @@ class Replica:
     @in_session
     async def answer(self, session: ProgramSession, asked: Sequence[Ask], on_trial: bool) -> Sent:
         task = asyncio.current_task()
-        for *_, reduced in asked:
-            if reduced is not None:
-                self._functions.learn(*reduced[:2])
+        self._learn(asked)
         session.tasks.add(task)
         try:
             with self._trial(session) if on_trial else contextlib.nullcontext():
@@ -317,58 +315,88 @@ class Replica:
                 raise each
         return sent(found)
 
+    def _learn(self, asked: Sequence[Ask]) -> None:
+        """Take the functions of a call.
+
+        Raises:
+            Lacking: one has not come.
+        """
+        codes: dict[str, bytes | None] = {}
+        for *_, reduced in asked:
+            if reduced is not None and not codes.get(reduced[0]):
+                codes[reduced[0]] = reduced[1]
+        for key, pickled in codes.items():
+            self._functions.learn(key, pickled)
+
     async def _found(self, session: ProgramSession, asked: Sequence[Ask]) -> list[Any]:
-        """The result of each request, or the error in its place. If a function hangs, unfinished
-        requests stay unanswered."""
+        """The result of each request, or the error in its place. Once a function hangs, what is
+        there."""
         callers = [Caller(session.patience) for _ in asked]
-        tasks = [*map(asyncio.ensure_future, map(self._answer, asked, callers))]
+        parts = together(asked)
+        tasks = [
+            asyncio.ensure_future(
+                self._answer([asked[at] for at in places], [callers[at] for at in places])
+            )
+            for places in parts
+        ]
         answered = asyncio.gather(*tasks, return_exceptions=True)
         try:
             either: list[asyncio.Future[Any]] = [answered, self._hanging()]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if answered.done():
-                return answered.result()
-            hung = self._hanging().result()
-            return [
-                _result(task) if task.done() else _left(caller, hung)
-                for task, caller in zip(tasks, callers, strict=True)
-            ]
+            hung = None if answered.done() else self._hanging().result()
+            found: list[Any] = [None] * len(asked)
+            for places, task in zip(parts, tasks, strict=True):
+                own = [callers[at] for at in places]
+                for at, each in zip(places, _outcomes(task, own, hung), strict=True):
+                    found[at] = each
+            return found
         finally:
             answered.cancel()
 
-    async def _answer(self, asked: Ask, caller: Caller) -> Any:
-        ids, (_, lora, cold, drawn, scored, reduced) = ids_of(asked), asked
-        if reduced is not None:
-            return await self._reduce(ids, lora, caller, *reduced)
+    async def _answer(self, asked: Sequence[Ask], callers: Sequence[Caller]) -> Sequence[Any]:
+        """The results of some requests; of several if they are functions of rows, all with the same
+        adapter."""
+        if asked[0][-1] is not None:
+            return await self._reduce(asked, callers)
+        (one,) = asked
+        ids, (_, lora, cold, drawn, scored, _) = ids_of(one), one
         if drawn is not None:
             params = asdict(drawn)
             stop = sorted(params.pop("stop_token_ids"))
-            return await self.lm.sample(ids, eos_token_ids=stop, lora_name=lora, **params)
+            return [await self.lm.sample(ids, eos_token_ids=stop, lora_name=lora, **params)]
         if scored is not None:
-            return await self.lm.sequence_logprobs(ids, scored, lora_name=lora)
+            return [await self.lm.sequence_logprobs(ids, scored, lora_name=lora)]
         if cold:
             uncached = self.lm.next_token_logprobs_uncached
             row = await asyncio.to_thread(uncached, ids, lora_name=lora)
         else:
             row = await self.lm.next_token_logprobs(ids, lora_name=lora)
-        return row[: self._width]
+        return [row[: self._width]]
 
-    async def _reduce(
-        self,
-        ids: TokenIds,
-        lora: str | None,
-        caller: Caller,
-        key: str,
-        _: bytes | None,
-        given: Sequence[Any],
-    ) -> Reduced:
-        """The result of a function for a row."""
-        then = self._functions.then(key, caller, given)
-        try:
-            return Reduced.of(await self.lm.next_token_logprobs(ids, lora_name=lora, then=then))
-        except (EngineDeadError, ModelClosedError) as error:
-            self.lm.__enter__()  # raises if it was this model that ended
-            raise EngineError(f"a function of rows raised {describe_error(error)}") from None
+    async def _reduce(self, asked: Sequence[Ask], callers: Sequence[Caller]) -> Sequence[Any]:
+        """What functions make of rows, or the errors in their places. One call of the model for all
+        of them: a task and a future for each would take most of the replica's time."""
+        lora, found = asked[0][1], dict[int, Any]()
+        thens: dict[int, Then[Any]] = {}
+        for at, (one, caller) in enumerate(zip(asked, callers, strict=True)):
+            key, _, given = one[-1]  # type: ignore[misc]
+            then = self._functions.then(key, caller, given)
+            if isinstance(then, Exception):
+                found[at] = then
+            else:
+                thens[at] = then
+        made = await self.lm.batch_next_token_logprobs(
+            [ids_of(asked[at]) for at in thens],
+            lora_name=lora,
+            then=[*thens.values()],
+            return_exceptions=True,
+        )
+        for at, each in zip(thens, made, strict=True):
+            if isinstance(each, (EngineDeadError, ModelClosedError)):
+                self.lm.__enter__()  # raises if it is this model that has ended
+                each = EngineError(f"a function of rows raised {describe_error(each)}")
+            found[at] = each
+        return Reduced.each([found[at] for at in range(len(asked))])
 
     @contextlib.contextmanager
     def _trial(self, session: ProgramSession) -> Iterator[None]:
@@ -437,11 +465,27 @@ class Replica:
         await asyncio.to_thread(self.lm.cache_kv, ids_of(asked), lora_name=asked[1])
 
 
-def _result(task: asyncio.Task[Any]) -> Any:
-    """The result of a task, or its error."""
+def together(asked: Sequence[Ask]) -> list[list[int]]:
+    """The places of requests that are answered together: functions of rows with the same adapter.
+    Each other request is alone."""
+    alike: dict[Any, list[int]] = {}
+    for at, one in enumerate(asked):
+        alike.setdefault(at if one[-1] is None else ("adapter", one[1]), []).append(at)
+    return [*alike.values()]
+
+
+def _outcomes(
+    task: asyncio.Task[Sequence[Any]], callers: Sequence[Caller], hung: Running | None
+) -> Sequence[Any]:
+    """What a task has given to its callers, or its error; ``hung``: the call that the task may be
+    waiting for."""
+    if not task.done():
+        assert hung is not None
+        return [_left(caller, hung) for caller in callers]
     if task.cancelled():
-        return Unanswered()
-    return task.exception() or task.result()
+        return [Unanswered()] * len(callers)
+    error = task.exception()
+    return task.result() if error is None else [error] * len(callers)
 
 
 def _left(caller: Caller, hung: Running) -> Any:

@@ -18,7 +18,7 @@ from attrs import frozen
 
 from genlm.core import EngineError, SamplingParams
 from genlm.core.types import Request, SampleRequest, ScoreRequest, TokenIds, query_of
-from genlm.ray.functions import Reduced
+from genlm.ray.functions import Reduced, are_plain
 
 #: The optional hooks, which the fleet has if the replicas' engine has them.
 HOOKS = ("genlm_cache_prefix", "genlm_clear_kv_cache", "genlm_add_lora", "genlm_remove_lora")
@@ -34,9 +34,9 @@ Ask = tuple[
     tuple[TokenIds, ...], str | None, bool, SamplingParams | None, TokenIds | None, Reduce | None
 ]
 
-#: The results of a call on their way: tensors in one, the length of each, and what is no tensor, by
-#: its place.
-Sent = tuple[np.ndarray[Any, Any] | None, list[int], dict[int, Any]]
+#: The results of a call on their way: all of them as they are if they are plain; else tensors in
+#: one, the length of each, and what is no tensor, by its place.
+Sent = tuple[tuple[Any, ...], np.ndarray[Any, Any] | None, list[int], dict[int, Any]]
 
 #: A program on a replica, from one opening to the next: the program, and which opening it is.
 Token = tuple[str, int]
@@ -99,8 +99,10 @@ def absolute(path: str) -> str:
 
 
 def sent(results: Sequence[Any]) -> Sent:
-    """Rows, scores, drawn ids and errors as they travel: tensors one behind the other, so that Ray
-    has one thing to carry."""
+    """Rows, scores, drawn ids, results of functions and errors as they travel: tensors one behind
+    the other, so that Ray has one thing to carry."""
+    if are_plain(results):
+        return (*results,), None, [], {}
     tensors = {at: each for at, each in enumerate(results) if isinstance(each, torch.Tensor)}
     joined = torch.cat([*tensors.values()]).cpu().numpy() if tensors else None
     others = {
@@ -108,13 +110,15 @@ def sent(results: Sequence[Any]) -> Sent:
         for at, each in enumerate(results)
         if at not in tensors
     }
-    return joined, [len(tensors.get(at, ())) for at in range(len(results))], others
+    return (), joined, [len(tensors.get(at, ())) for at in range(len(results))], others
 
 
-def received(arrived: Sent) -> list[Any]:
+def received(arrived: Sent) -> Sequence[Any]:
     """What :func:`sent` was given. Tensors are in memory that other processes read, so nobody may
     write into them: the core makes its callers' own copies, the only ones in this process."""
-    joined, lengths, others = arrived
+    plain, joined, lengths, others = arrived
+    if plain:
+        return plain
     rows = torch.empty(0) if joined is None else torch.from_numpy(np.asarray(Lent(joined)))
     results: list[Any] = [*rows.split_with_sizes(lengths)]
     for at, other in others.items():
