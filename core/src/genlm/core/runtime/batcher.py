@@ -200,12 +200,12 @@ class Batcher:
 
     # --- asking: any thread, any event loop -------------------------------------------------------
 
-    def submit(self, requests: Sequence[Any], combine: Combiner[T]) -> asyncio.Future[T]:
-        """Ask from a coroutine. Cancelling the future disturbs no other caller.
+    async def submit(self, requests: Sequence[Any], combine: Combiner[T]) -> T:
+        """Ask from a coroutine, and wait for the result. Cancelling it disturbs no other caller.
 
         Args:
             requests: One at least.
-            combine: Makes what the future gets: see :class:`Call`.
+            combine: Makes the result: see :class:`Call`.
         """
         loop = running_loop()
         call: Call[T] = Call(requests, loop.create_future(), combine, loop)
@@ -223,7 +223,14 @@ class Batcher:
             gathering.calls.append(call)
             gathering.requests += len(requests)
             self._asked(requests, call.future)
-        return call.future  # type: ignore[return-value]
+        future: Any = call.future
+        del call  # it has the results of all its requests
+        try:
+            result: T = await future
+            return result
+        except asyncio.CancelledError:
+            self._caller_left()
+            raise
 
     def ask(self, requests: Sequence[Any], combine: Combiner[T]) -> T:
         """Ask from a plain thread, or from a coroutine that may block, and wait for the result.
@@ -238,7 +245,12 @@ class Batcher:
             self._lanes.put(call)
             self._asked(requests, call.future)
             self._notify()
-        return self._result(call.future)
+        try:
+            return self._result(call.future)
+        except BaseException:
+            if call.future.cancelled():
+                self._caller_left()
+            raise
 
     def run(self, make: Callable[[], T]) -> T:
         """Make a call on the engine thread, after everything asked before it has been answered, and
@@ -273,8 +285,6 @@ class Batcher:
         if (trace := self._timeline.trace) is not None:
             for request in requests:
                 trace.request(request, future)
-        if self._wakes and self._drops:  # a step ends early when one of its callers goes
-            future.add_done_callback(self._caller_done)
 
     def _result(self, future: Future[T]) -> T:
         try:
@@ -324,8 +334,10 @@ class Batcher:
         for call in calls:
             self._lanes.put(call)
 
-    def _caller_done(self, future: Future[Any]) -> None:
-        if future.cancelled():
+    def _caller_left(self) -> None:
+        """Have the engine thread drop the requests of a caller that was cancelled. A step that can
+        be woken ends early for that."""
+        if self._wakes and self._drops:
             with self._lock:
                 self._departed = True
                 self._notify()
