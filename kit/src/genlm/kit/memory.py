@@ -1,4 +1,4 @@
-"""How much memory is free; whether it ran out, and what to lower then."""
+"""How much memory is free, whether it ran out, and which options to lower then."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SAYS_SO = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out."""
+    """Whether an error means that memory ran out."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and _SAYS_SO.search(str(error)) is not None
     )
@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def lower(what: str) -> Iterator[None]:
-    """Where memory runs out during the block, say which options to lower."""
+    """If memory runs out during the block, the error says which options to lower."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -41,7 +41,7 @@ def lower(what: str) -> Iterator[None]:
 
 
 def available_memory() -> int | None:
-    """Bytes that this machine can give without swapping; ``None`` where it does not say."""
+    """How many bytes this machine has available without swapping; ``None`` if it does not say."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():  # it counts what files are cached in; free pages are without that
         for line in meminfo.read_text().splitlines():

@@ -1,14 +1,14 @@
 """The scaled copy: a small model of the same class, whose thresholds are a few tokens away.
 
-A model may change its attention beyond a length: a window, a temperature, a choice of the best
-positions. Contexts that short probes never reach cross it on the scaled copy.
+A model may change its attention beyond a length: by a window, a temperature, or a choice of
+positions. Short contexts never reach that length on the model, but do on the scaled copy.
 
-Comparing the model's own first row beyond each threshold with a cold one would find less:
+Comparing the model's own first row beyond each threshold with a cold row would find less:
 
-- Doge's first row beyond is right, the next ones are not.
-- Where no state is kept there is nothing to compare: Reformer's rows, which are random, would pass.
-- In half precision, rounding hides it. It may be 2 nats; nearly all rows of SmolLM2-135M with a
-  temperature of attention of 1.07 forgotten are nearer. So a scaled copy is of float32.
+- Doge's first row beyond the threshold is right, and the next ones are wrong.
+- If no state is kept, there is nothing to compare: Reformer's rows, which are random, would pass.
+- In half precision, rounding hides differences. It may be 2 nats; if a temperature of attention of
+  1.07 is ignored, nearly all rows of SmolLM2-135M change by less. So a scaled copy is in float32.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Threshold:
     """A number of positions in a configuration.
 
     Attributes:
-        path: Where it stands: the keys of the nested mappings.
+        path: Its place in the configuration: the keys of the nested mappings.
         value: The number.
     """
 
@@ -72,7 +72,7 @@ class Threshold:
 
 
 def thresholds(settings: Mapping[str, Any]) -> list[Threshold]:
-    """The thresholds that the mapping of a configuration mentions."""
+    """The thresholds in the mapping of a configuration."""
     return [
         Threshold(path, value)
         for path, value in _numbers(settings)
@@ -85,11 +85,11 @@ def small_config(config: Any, factor: int, changed: Mapping[tuple[str, ...], int
 
     Args:
         config: The model's configuration.
-        factor: All widths are divided by it; 1 leaves them.
+        factor: The number by which all widths are divided.
         changed: New values of thresholds, by their paths.
 
     Raises:
-        ValueError: a width cannot be divided so.
+        ValueError: a width cannot be divided by ``factor``.
     """
     settings = _smaller(config.to_dict(), factor)
     for path, value in changed.items():
@@ -107,16 +107,16 @@ def small_model(
     changed: Mapping[tuple[str, ...], int],
     factors: Sequence[int] = FACTORS,
 ) -> Any:
-    """A random model of a class, see :func:`small_config`, of float32.
+    """A random model in float32, of a configuration like :func:`small_config`'s.
 
     Args:
-        kind: What makes a model of a configuration.
+        kind: The class or function that makes a model of a configuration.
         config, changed: See :func:`small_config`.
         device: Where the model is made.
-        factors: How much narrower it may be, the best first.
+        factors: How much narrower the model may be, the best factor first.
 
     Raises:
-        ValueError: none could be made; says why.
+        ValueError: none could be made. The message says why.
     """
     reasons = []
     for factor in factors:

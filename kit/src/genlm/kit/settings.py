@@ -1,7 +1,7 @@
-"""What a model's configuration says of its attention, as transformers reads it.
+"""What a model's configuration says about its attention, as transformers reads it.
 
-An engine that reads a configuration otherwise gives other rows. A plugin compares these with the
-model that its engine has loaded.
+An engine that reads a configuration differently computes other rows. A plugin compares these
+settings with the model that its engine has loaded.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Rotary:
     """Rotary embeddings of one type of layer.
 
     Attributes:
-        kind: Their ``rope_type``.
-        inverse: By how many radians each pair of features turns from a position to the next,
+        kind: The ``rope_type``.
+        inverse: By how many radians each pair of features turns from one position to the next,
             ``[pairs]`` float32.
-        factor: The factor of rotated features.
+        factor: The factor by which rotated features are multiplied.
     """
 
     kind: str
@@ -60,8 +60,8 @@ def settings_of(name: str | Path, revision: str | None = None) -> Any:
 
 
 def whole_settings_of(name: str | Path, revision: str | None = None) -> Any:
-    """The settings of the whole folder. For a multimodal model, those of the language model are a
-    part of them."""
+    """The settings of the whole folder. In those of a multimodal model, the settings of the
+    language model are a part."""
     from transformers import AutoConfig
 
     try:
@@ -72,7 +72,7 @@ def whole_settings_of(name: str | Path, revision: str | None = None) -> Any:
 
 
 def language_part(whole: Any) -> str | None:
-    """The name under which a multimodal model's settings have those of its language model."""
+    """The name of the language model's part in the settings of a multimodal model."""
     settings = whole.get_text_config(decoder=True)
     return next((n for n in whole.sub_configs if getattr(whole, n, None) is settings), None)
 
@@ -85,8 +85,8 @@ def overridden(settings: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, 
     and lists of layers would be longer than ``num_hidden_layers``.
 
     Args:
-        settings: Of a language model.
-        given: Other values of settings.
+        settings: The settings of a language model.
+        given: The user's values for some settings.
     """
     changes = dict(given)
     if {*ROPE_NAMES} & {*given} and hasattr(settings, "rope_parameters"):
@@ -174,12 +174,12 @@ def rope_parameters(settings: Any) -> dict[str | None, dict[str, Any]]:
 
 
 def rope_reach(settings: Any, longest: int, *types: str) -> int:
-    """The longest context of a model, where its rotary embeddings stretch positions.
+    """The longest context of a model whose rotary embeddings stretch positions.
 
     Args:
         settings: Its configuration in transformers.
-        longest: How many positions that counts.
-        types: Of rotary embeddings, those that the engine computes so.
+        longest: The longest context by the configuration alone.
+        types: The types of rotary embeddings that the engine stretches as transformers does.
     """
     reach, given = float(longest), rope_parameters(settings)
     for kind, one in given.items():

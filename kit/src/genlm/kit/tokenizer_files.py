@@ -1,5 +1,5 @@
-"""The tokenizer that a folder's ``tokenizer.json`` defines, where transformers' class computes
-another."""
+"""The tokenizer that a folder's ``tokenizer.json`` defines, if transformers' class computes another
+one."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ def follow_file(
 ) -> None:
     """Let a tokenizer of transformers split texts as its ``tokenizer.json`` says.
 
-    Some of transformers' classes build their tokenizer themselves, and take no more than the
-    vocabulary out of the file. Where a model's ``tokenizer_config.json`` names such a class, and
-    the file has another pre-tokenizer or normalizer, the model would be given other tokens than it
-    was trained on. Then the file's replace the class's, and the log says so.
+    Some of transformers' classes build their tokenizer themselves, and take only the vocabulary
+    from the file. If a model's ``tokenizer_config.json`` names such a class, and the file has
+    another pre-tokenizer or normalizer, the model would get other tokens than it was trained on. In
+    that case, the file's pre-tokenizer and normalizer replace those of the class, and the log says
+    so.
 
-    A beginning of the text that differs is no difference: options change it, such as
-    ``add_prefix_space``. Nor are added tokens looked at.
+    The beginning of a text is not compared, because options such as ``add_prefix_space`` change it.
+    Neither are added tokens.
 
     Args:
         tokenizer: What transformers has loaded; changed in place. A tokenizer of another kind, or
             of the folder's own code, is left alone.
         model: The folder or hub name that it was loaded from.
-        revision, cache_dir: Of a hub name.
+        revision, cache_dir: The revision of a hub name, and the folder of the hub's cache.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     file = _file(model, revision, cache_dir)

@@ -15,10 +15,10 @@ MOST_CONFIG = 4 << 20
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """An adapter folder's ``adapter_config.json``.
+    """Read the ``adapter_config.json`` of an adapter folder.
 
     Raises:
-        InvalidAdapterError: it is missing, too large, or not a JSON object.
+        InvalidAdapterError: the file is missing, too large, or not a JSON object.
     """
     file = folder / CONFIG
     if not file.is_file():
@@ -42,6 +42,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def brief(value: Any) -> str:
-    """A value of the configuration for a message: at most 100 characters."""
+    """A value of the configuration as messages show it: at most 100 characters."""
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

@@ -15,7 +15,7 @@ CONVERT = (
 class Feature(Enum):
     """What an adapter may have beyond two matrices per module, and the scale ``lora_alpha / r``.
 
-    The value is a description, and what to do where an engine does not apply it.
+    The value of a feature describes it, and says what to do if an engine does not apply it.
     """
 
     RSLORA = "rank-stabilised scaling", MERGE

@@ -1,4 +1,4 @@
-"""An adapter folder: what it holds, and whether an engine and a model can take it."""
+"""An adapter folder: what it holds, and whether an engine and a model can use it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class LoraModule:
     """What an adapter adds to one module.
 
     Attributes:
-        rank: Of its matrices; for parameters, of all experts together.
-        inputs: What A takes; the number of tokens, for an embedding.
-        outputs: What B gives.
-        scale: What the product is multiplied with.
+        rank: The rank of its matrices A and B; for parameters, that of all experts together.
+        inputs: How many features A takes; for an embedding, the number of tokens.
+        outputs: How many features B gives.
+        scale: The factor of the product of A and B.
         down: The name of A in the file.
-        up: The name of B.
+        up: The name of B in the file.
     """
 
     rank: int
@@ -50,13 +50,14 @@ class AdapterFolder:
     Attributes:
         path: The folder.
         config: ``adapter_config.json``.
-        settings: What it says of the modules.
+        settings: What the configuration says about the modules.
         tensors: Every tensor of the file, by name.
-        modules: What is adapted by LoRA, by the module's name in the model.
-        features: What the adapter has beyond plain LoRA, each with the value that says so.
+        modules: The LoRA matrices of each adapted module, by the module's name in the model.
+        features: What the adapter has beyond plain LoRA, each with the value of the configuration
+            that says so.
         saved_copies: The tensors that PEFT saves as they are in the base model, by the parameter's
             name in the model.
-        retrained: The names of ``modules_to_save`` that the file has tensors of.
+        retrained: The names of ``modules_to_save`` whose tensors the file has.
     """
 
     path: Path
@@ -69,11 +70,11 @@ class AdapterFolder:
     retrained: set[str] = field(factory=set)
 
     def require(self, applied: Collection[Feature], engine: str) -> None:
-        """Reject an adapter that an engine would apply wrongly.
+        """Raise an error if an engine would apply the adapter wrongly.
 
         Args:
-            applied: The features that the engine applies rightly.
-            engine: Its name, for the message.
+            applied: The features that the engine applies correctly.
+            engine: The engine's name, for the message.
 
         Raises:
             InvalidAdapterError: the adapter has another feature.
@@ -87,7 +88,7 @@ class AdapterFolder:
                 )
 
     def require_modules(self, shapes: Mapping[str, tuple[int, int]]) -> None:
-        """Reject an adapter of another model.
+        """Raise an error if this is an adapter of another model.
 
         Args:
             shapes: How many features each module of the model takes and gives, by its name.
@@ -115,13 +116,13 @@ class AdapterFolder:
         self.require_whole(shapes)
 
     def require_whole(self, names: Collection[str]) -> None:
-        """Reject an adapter whose file lacks modules that it was trained on.
+        """Raise an error if the file lacks modules that the adapter was trained on.
 
         Args:
-            names: Of the model's modules.
+            names: The names of the model's modules.
 
         Raises:
-            InvalidAdapterError: it lacks one.
+            InvalidAdapterError: the file lacks a module.
         """
         adapted = {name.replace(".base_layer", "") for name in self.modules}
         kinds = set(map(kind, adapted))

@@ -1,4 +1,4 @@
-"""Names of modules, and what a configuration says of them by the ends of their names."""
+"""Names of modules, and what a configuration says about them by the ends of their names."""
 
 from __future__ import annotations
 
@@ -55,23 +55,23 @@ class NamePattern:
 
 
 def ends(name: str) -> Iterator[str]:
-    """The name, and what is left of it after each of its dots."""
+    """The ends of a name: the whole name, and what follows each of its dots."""
     while name:
         yield name
         name = name.partition(".")[2]
 
 
 def kind(name: str) -> str:
-    """The name without the numbers of its layer and expert: modules of one kind have the same."""
+    """The name without the numbers of its layer and expert. Modules of one kind have the same."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 class Chosen:
-    """The modules that a field of a configuration names: a list by the ends of their names, an
-    expression by the whole of them.
+    """The modules that a field of a configuration names: a list by the ends of their names, a
+    regular expression by the whole names.
 
     Args:
-        value: Of ``target_modules`` or ``exclude_modules``.
+        value: The value of ``target_modules`` or ``exclude_modules``.
 
     Attributes:
         listed: The names of the list.
@@ -86,8 +86,9 @@ class Chosen:
     def has(self, module: str) -> bool | None:
         """Whether it names a module of the model.
 
-        ``None`` where that is not known: of PEFT's "all-linear", and of an expression that is none
-        or takes too long. Some take for ever, and one of the standard library's cannot be stopped.
+        ``None`` if that is not known: for PEFT's "all-linear", and for an expression that is
+        invalid or takes too long. Some would take for ever, and the standard library cannot stop
+        matching.
         """
         if self.expression is None:
             return not self.listed.isdisjoint(ends(module))

@@ -1,4 +1,4 @@
-"""An adapter as plain LoRA, for engines that know no other."""
+"""An adapter as plain LoRA, for engines that apply nothing else."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from genlm.kit.adapter_files.folder import PREFIX, WEIGHTS, AdapterFolder
 def write_plain(
     adapter: AdapterFolder, folder: Path, zeros: Mapping[str, tuple[int, int]] | None = None
 ) -> int:
-    """Save an adapter as plain LoRA of one rank and scale 1, for engines that know no other.
+    """Save an adapter as plain LoRA of one rank and scale 1, for engines that apply nothing else.
 
-    B has the scale multiplied in, in float32. Matrices of less than the largest rank are filled up
-    with zeros. What else the folder held is left out: nothing of it reaches the engine.
+    B is multiplied by the scale, in float32. Matrices of less than the largest rank are filled up
+    with zeros. Nothing else of the folder reaches the engine.
 
     Args:
         adapter: The adapter.
         folder: Where to save it.
-        zeros: Further modules to adapt, by nothing, and what they take and give: for engines that
-            adapt several together.
+        zeros: Further modules, which get matrices of zeros, with the features that they take and
+            give. For engines that adapt several modules together.
 
     Returns:
         The rank.
 
     Raises:
-        InvalidAdapterError: with its scale, weights are infinite.
+        InvalidAdapterError: weights are infinite when multiplied by the scale.
     """
     import torch
     from safetensors import safe_open

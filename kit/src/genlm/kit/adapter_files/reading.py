@@ -1,4 +1,4 @@
-"""The reading of an adapter folder: its configuration against its tensors."""
+"""Reads an adapter folder, and compares its configuration with its tensors."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def read_adapter(path: str | os.PathLike[str]) -> AdapterFolder:
     """Read what an adapter folder of PEFT's holds.
 
     Raises:
-        InvalidAdapterError: the folder is missing, is not one of PEFT's, has its weights as a
-            pickle, or its files contradict one another; or its weights are not finite.
+        InvalidAdapterError: the folder is missing or not one of PEFT's, its weights are a pickle
+            or not finite, or its files contradict one another.
     """
     folder = find_adapter(os.fspath(path))
     config = read_config(folder)

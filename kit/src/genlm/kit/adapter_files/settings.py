@@ -1,4 +1,4 @@
-"""What the configuration of an adapter says of the modules, checked."""
+"""What the configuration of an adapter says about the modules, checked."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ SCALE = f"a finite number, at most {MOST_SCALE} in size"
 
 
 class Settings:
-    """What a configuration says of the modules.
+    """What the configuration of an adapter says about the modules.
 
-    PEFT compares every name of a configuration with every module of the model, and allocates by its
-    rank: so both have limits.
+    PEFT compares every name of a configuration with every module of the model, and allocates memory
+    by the rank. So names and ranks have limits.
 
     Args:
         folder: The adapter's folder, for messages.
-        config: Its ``adapter_config.json``.
+        config: The folder's ``adapter_config.json``.
 
     Attributes:
         modules_to_save: The ends of the names of modules that were trained whole.
-        target_parameters: The ends of the names of parameters that are adapted themselves.
+        target_parameters: The ends of the names of parameters that are adapted directly.
 
     Raises:
-        InvalidAdapterError: a field is of another type, beyond its limit, or a regular expression.
+        InvalidAdapterError: a field has the wrong type, exceeds its limit, or is a regular
+            expression.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -65,13 +66,13 @@ class Settings:
         return rank
 
     def scale(self, module: str) -> float:
-        """What the product of its matrices is multiplied with."""
+        """The factor of the product of a module's matrices."""
         alpha: float = self._alphas.of(module, self._config["lora_alpha"])
         rank = self.rank(module)
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def adapts_parameters(self, module: str) -> bool:
-        """Whether ``module`` holds parameters that the adapter targets themselves."""
+        """Whether ``module`` holds parameters that the adapter targets directly."""
         names = set(ends(module.replace(".base_layer", "")))
         # A parameter by its own name may be any module's but those that are targets themselves.
         return bool(names & (self._owners - {""})) or (
@@ -83,8 +84,8 @@ class Settings:
 
         Args:
             module: The module's name.
-            alike: Whether the file adapts such modules in other layers: of them it is believed
-                where the configuration does not tell.
+            alike: Whether the file adapts such modules in other layers. It decides if the
+                configuration does not tell.
         """
         named = self._targets.has(module)
         return (
@@ -107,7 +108,7 @@ class Settings:
         )
 
     def wrong(self, name: str, expected: str) -> InvalidAdapterError:
-        """The error for a field, with its value and what it must be."""
+        """The error for a field: it names the value, and what the field must be."""
         return InvalidAdapterError(
             f"LoRA adapter {self._folder} has {name}={brief(self._config.get(name))} in {CONFIG}; "
             f"it must be {expected}"

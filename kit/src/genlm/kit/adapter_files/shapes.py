@@ -17,10 +17,8 @@ log = get_logger()
 
 
 def shapes_in_transformers(config: Any) -> dict[str, tuple[int, int]] | None:
-    """What :func:`module_shapes` gives for the model that transformers makes of a configuration;
-    made without weights.
-
-    ``None`` where transformers has no such model of its own.
+    """The result of :func:`module_shapes` for the model that transformers makes of a configuration,
+    without weights; ``None`` if transformers has no such model.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -39,8 +37,9 @@ def shapes_in_transformers(config: Any) -> dict[str, tuple[int, int]] | None:
 
 
 def presumed_shapes(folder: AdapterFolder, config: Any) -> dict[str, tuple[int, int]]:
-    """The modules of a model that nobody can describe, as far as an adapter's file tells: those
-    that it adapts; and where these are the first layers of one stack, the same of all its layers.
+    """The modules of a model that transformers does not know, as far as an adapter's file shows
+    them: those that it adapts. If these are in the first layers of one stack, the same modules of
+    all its layers are presumed.
 
     Args:
         folder: The adapter.

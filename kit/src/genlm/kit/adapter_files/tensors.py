@@ -28,9 +28,9 @@ class Tensor:
     """A tensor of a safetensors file, by its header.
 
     Attributes:
-        name: Its name in the file.
-        shape: Its size in each dimension.
-        dtype: The format's name of its type, such as ``"BF16"``.
+        name: The name in the file.
+        shape: The size of each dimension.
+        dtype: The type, as the format names it, such as ``"BF16"``.
     """
 
     name: str
@@ -42,7 +42,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, by name, without loading them.
 
     Raises:
-        InvalidAdapterError: it is not such a file, or its header is larger than is read.
+        InvalidAdapterError: it is not a safetensors file, or its header is too large.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -76,8 +76,8 @@ def _unsound(file: Path, reason: str) -> InvalidAdapterError:
 
 
 def require_finite(file: Path, tensors: Iterable[Tensor]) -> None:
-    """Reject weights of a training run that has diverged: some rows would be NaN, others finite and
-    mean nothing.
+    """Raise an error for weights that are not finite, as of a training run that has diverged: some
+    rows would be NaN, and others meaningless.
 
     Raises:
         InvalidAdapterError: a tensor holds NaN or infinity.

@@ -1,4 +1,4 @@
-"""Comparing an engine's rows with the reference's."""
+"""Compares an engine's rows with reference rows."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def compare(
 
     Args:
         subject: The model.
-        reference: After :meth:`Reference.begin`.
-        row: The engine's rows.
+        reference: The reference; :meth:`Reference.begin` has been called.
+        row: Gives the engine's row of a context.
         max_context: The longest context that the engine takes.
-        dtype: In which type it computes; ``None`` is the checkpoint's.
+        dtype: The type in which the engine computes; ``None`` is the checkpoint's.
         served: A scaled copy as the engine serves it, or why there is none.
 
     Raises:

@@ -30,8 +30,8 @@ class Group:
     """Contexts that test one thing.
 
     Attributes:
-        about: What that is, for people.
-        contexts: Their token ids; at least one.
+        about: What they test, in words for the report.
+        contexts: The token ids of each; at least one context.
     """
 
     about: str
@@ -43,8 +43,8 @@ class Chosen:
     """The contexts of a model.
 
     Attributes:
-        groups: Those to compare.
-        too_long: The thresholds beyond which none is: their names, and their values.
+        groups: The contexts to compare.
+        too_long: The thresholds beyond which there is no context: their names, and their values.
     """
 
     groups: tuple[Group, ...]
@@ -55,7 +55,7 @@ def choose(config: Any, longest: int) -> Chosen:
     """Choose contexts for a configuration of transformers.
 
     Args:
-        config: Of the whole model.
+        config: The configuration of the whole model.
         longest: How many tokens a context may have.
     """
     settings = config.to_dict()

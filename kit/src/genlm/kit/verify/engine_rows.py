@@ -1,6 +1,8 @@
-"""The process in which an engine computes rows of a scaled copy: :mod:`genlm.kit.verify.copies`
-starts it, because some engines serve one model a process, and one that fails on so small a model
-must not take the program with it."""
+"""The process in which an engine computes rows of a scaled copy.
+
+:mod:`genlm.kit.verify.copies` starts it. It is a process of its own, because some engines serve one
+model a process, and an engine that fails on so small a model must not end the program.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from genlm.kit.verify.transformers_rows import Unknown
 
 @frozen
 class Serve:
-    """The question what rows an engine has.
+    """The question for the rows that an engine computes.
 
     Attributes:
         backend: The backend's name.
         folder: The model.
-        options: The backend's.
+        options: The options of the backend.
         contexts: Token ids.
     """
 
@@ -41,9 +43,9 @@ class Rows:
     """The answer.
 
     Attributes:
-        of: Rows by context, float32 log-probabilities; without contexts that are too long.
+        of: The row of each context, float32 log-probabilities; without contexts that are too long.
         max_context: The longest context that the engine takes.
-        dtype: In which type it computes; ``None`` is the checkpoint's.
+        dtype: The type in which the engine computes; ``None`` is the checkpoint's.
     """
 
     of: Mapping[tuple[int, ...], np.ndarray]
@@ -52,7 +54,8 @@ class Rows:
 
 
 def main() -> None:
-    """Answer one question, pickled in the standard input, in the standard output."""
+    """Read one pickled question from the standard input, and write the answer to the standard
+    output."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what engines print must not be in the answer
     question: Serve = pickle.load(sys.stdin.buffer)

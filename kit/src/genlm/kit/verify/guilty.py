@@ -1,4 +1,4 @@
-"""Which setting explains that an engine's rows are others."""
+"""Which setting explains that an engine's rows differ."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NOT_TRIED = re.compile(
 
 
 def defaults(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Settings that differ from the family's defaults: what to say of each, and the change that
-    puts it there."""
+    """Settings that differ from the family's defaults: a description of each, and the change that
+    sets it to the default."""
     text = config.get_text_config(decoder=True)
     part = next((n for n in config.sub_configs if getattr(config, n, None) is text), None)
     try:
@@ -40,11 +40,11 @@ def defaults(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def apart(rows: np.ndarray, others: np.ndarray) -> float:
-    """How far rows ``[contexts, tokens]`` are apart, in nats: the largest difference of a row,
-    and of several rows the median.
+    """How far rows ``[contexts, tokens]`` are apart, in nats: the largest difference in each row,
+    and the median over the rows.
 
-    One row may be far off where all is right: in half precision, a choice among experts may fall
-    otherwise by rounding.
+    One row may be far off although the engine is right: in half precision, rounding may change the
+    choice of an expert.
     """
     width = min(rows.shape[-1], others.shape[-1])
     rows, others = (_normalised(each[:, :width]) for each in (rows, others))
@@ -55,7 +55,7 @@ def apart(rows: np.ndarray, others: np.ndarray) -> float:
 
 
 def spread(rows: np.ndarray) -> float:
-    """The standard deviation of a row's log-probabilities, nats: of several rows the median."""
+    """The standard deviation of a row's log-probabilities in nats; the median over the rows."""
     return float(np.median([row[np.isfinite(row)].std() for row in rows]))
 
 

@@ -1,4 +1,4 @@
-"""Proofs that are remembered, so that a model is verified by default once."""
+"""Proofs that are remembered, so that a model is verified by default only once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from genlm.kit.verify.subject import Subject
 class KnownProofs:
     """The models that have been verified by default, in the user's cache folder.
 
-    Another file in the model's folder, another time or size of one, other options or versions:
-    each makes it another model.
+    A model counts as another one if a file in its folder is added, removed or changed (by its time
+    or size), and with other options or versions.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class KnownProofs:
         return key is not None and (self._folder / key).exists()
 
     def add(self, subject: Subject) -> None:
-        """Remember that a model has been verified; forgets it where nothing can be written."""
+        """Remember that a model has been verified, if the folder can be written."""
         if (key := _key(subject)) is None:
             return
         try:

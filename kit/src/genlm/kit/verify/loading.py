@@ -33,18 +33,18 @@ Verify = bool | Callable[[Report], None] | None
 def load_verified(subject: Subject, verify: Verify, load: Callable[[str], E]) -> E:
     """Load a model, and compare its rows with transformers' rows of the same folder.
 
-    The process that computes those runs beside the load. Where it is asked for, a scaled copy is
-    compared as well: the engine loads it before, in a process of its own.
+    The process that computes transformers' rows runs beside the load. On request, a scaled copy is
+    compared as well: the engine loads it first, in a process of its own.
 
     Args:
         subject: The model.
-        verify: Whether to, see :class:`genlm.core.options.CoreOptions`.
+        verify: Whether to compare, see :class:`genlm.core.options.CoreOptions`.
         load: Loads a folder or hub name with the options. The engine may have an attribute
             ``dtype``, the name of the type in which it computes.
 
     Raises:
-        EngineError: rows are apart by more than rounding (in half precision only if ``verify`` is
-            true, else the log says so); or ``verify`` is true, and there is nothing to compare
+        EngineError: rows differ by more than rounding (in half precision only if ``verify`` is
+            true; otherwise this is logged); or ``verify`` is true, and there is nothing to compare
             with.
         Exception: what ``load`` raises.
     """
@@ -133,8 +133,8 @@ def _reference(subject: Subject, asked: bool) -> Reference:
 
 
 def copy_of(subject: Subject, reference: Reference) -> ServedCopy | Unanswered | None:
-    """A scaled copy as the subject's engine serves it, or why there is none; ``None`` where the
-    model has no thresholds."""
+    """A scaled copy as the subject's engine serves it, or why there is none; ``None`` if the model
+    has no thresholds."""
     try:
         return serve_copy(subject, reference)
     except Unanswered as error:

@@ -1,4 +1,4 @@
-"""The process that computes rows with transformers, as it is asked from here."""
+"""Asks the process that computes rows with transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ENVIRONMENT = {
 
 
 class Unanswered(Exception):
-    """There are no rows to compare with; says why."""
+    """There are no rows to compare with. The message says why."""
 
 
 class Reference:
@@ -51,7 +51,7 @@ class Reference:
 
     Args:
         subject: The model.
-        folder: Where its files are.
+        folder: Where the model's files are.
         adapter: The folder of a LoRA adapter.
 
     Raises:
@@ -173,5 +173,5 @@ class Reference:
 
 
 def python_path() -> str:
-    """Where a process finds the modules that this one does, for its environment."""
+    """The ``PYTHONPATH`` with which another process finds the modules that this one finds."""
     return os.pathsep.join(entry for entry in sys.path if entry)

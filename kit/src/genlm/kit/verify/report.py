@@ -1,4 +1,4 @@
-"""What was compared, how far rows are apart, and how far rounding explains."""
+"""What was compared, how far rows are apart, and how much of that rounding explains."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Compared:
         about: What the contexts test.
         lengths: How many tokens each has.
         apart: How far the engine's rows and transformers' are apart, nats.
-        allowed: How far they may be, nats.
+        allowed: How far they may be apart, nats.
     """
 
     about: str
@@ -63,11 +63,11 @@ class Report:
 
     Attributes:
         subject: The model.
-        dtype: In which type the engine computes.
+        dtype: The type in which the engine computes.
         compared: What was compared.
-        left_out: What was not, and why.
-        computes: The setting that the engine computes in place of the configuration's, where one
-            explains the difference.
+        left_out: What was not compared, and why.
+        computes: The setting with which the engine computes instead of the configuration's, if
+            that explains the difference.
         other_files: Files of weights that transformers does not read.
         seconds: How long the load had to wait for transformers' rows.
     """

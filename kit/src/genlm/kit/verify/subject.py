@@ -29,13 +29,13 @@ class Subject:
         model: A folder or a hub name, as the user gave it.
         engine: The distribution that provides the engine, for messages and its version.
         backend: The backend's name, for the command that messages name.
-        options: The options that it is loaded with.
-        revision, cache_dir: Of a hub name.
+        options: The options with which it is loaded.
+        revision, cache_dir: The revision of a hub name, and the folder of the hub's cache.
         changes: Settings that the options change, as if they stood in ``config.json``.
         unknown: Why there is nothing to compare with: the options ask for another model than
             the folder's, such as random weights, or for other arithmetic.
-        on_request: Why a load verifies the model only where it is asked to; ``None``: it does so
-            by default.
+        on_request: Why a load verifies the model only on request; ``None`` if it does so by
+            default.
     """
 
     model: str
@@ -50,7 +50,7 @@ class Subject:
 
     @property
     def command(self) -> str:
-        """What verifies it."""
+        """The command that verifies the model."""
         given = " ".join(
             f"--option {name}='{json.dumps(value, default=repr)}'"
             for name, value in self.options.items()
@@ -59,7 +59,7 @@ class Subject:
         return f"genlm verify {self.model} --backend {self.backend} {given}".rstrip()
 
     def folder(self) -> Path | None:
-        """Where its files are; ``None`` where they have not been downloaded yet."""
+        """Where the model's files are; ``None`` if they have not been downloaded yet."""
         if Path(self.model).is_dir():
             return Path(self.model)
         if Path(self.model).exists():
@@ -75,7 +75,7 @@ class Subject:
         return Path(held).parent if isinstance(held, str) else None
 
     def versions(self) -> dict[str, str]:
-        """The versions of all that may change its rows."""
+        """The versions of all distributions that may change its rows."""
         found = {}
         for name in (self.engine, *LIBRARIES):
             try:
@@ -99,8 +99,8 @@ def served_subject(
     Args:
         model, options, changes: See :class:`Subject`.
         engine: The distribution that provides the engine.
-        quantisations: Its options that round the folder's weights.
-        backend: The backend's name, where it is not the engine's.
+        quantisations: The engine's options that round the folder's weights.
+        backend: The backend's name, if it is not the engine's.
     """
     given = engine_opts_of(options)
     asked = next((name for name in quantisations if given.get(name)), None)
@@ -148,7 +148,7 @@ def others_in(folder: Path) -> list[str]:
 
 
 def size_of(folder: Path) -> int:
-    """The bytes of its weights."""
+    """How many bytes the model's weights have."""
     return sum(file.stat().st_size for file in weights_in(folder) if file.exists())
 
 

@@ -55,12 +55,12 @@ class Source:
     """What transformers loads.
 
     Attributes:
-        folder: The model's.
+        folder: The model's folder.
         changes: Settings as if they stood in its ``config.json``.
-        size: The bytes of its weights.
+        size: How many bytes its weights have.
         scratch: A folder to write into.
         adapter: The folder of a LoRA adapter, for PEFT.
-        dtype: In which type it computes.
+        dtype: The type in which it computes.
     """
 
     folder: str
@@ -73,7 +73,7 @@ class Source:
 
 @frozen
 class Choose:
-    """The question which contexts to compare, and what rows they have."""
+    """The question for the contexts to compare, and their rows."""
 
     source: Source
     longest: int
@@ -81,7 +81,7 @@ class Choose:
 
 @frozen
 class Compute:
-    """The question what rows contexts have: an array ``[contexts, vocabulary]`` for each group."""
+    """The question for the rows of contexts: an array ``[contexts, vocabulary]`` for each group."""
 
     source: Source
     groups: tuple[Group, ...]
@@ -89,7 +89,7 @@ class Compute:
 
 @frozen
 class Explain:
-    """The question which setting an engine computes otherwise, that has these rows."""
+    """The question for the setting that explains the rows of an engine."""
 
     source: Source
     contexts: tuple[tuple[int, ...], ...]
@@ -120,7 +120,7 @@ class Scaled:
 
 @frozen
 class Unknown:
-    """The answer that transformers cannot compute it."""
+    """The answer if transformers cannot compute rows."""
 
     why: str
 
@@ -141,7 +141,7 @@ class Answer:
 
 
 class CannotCompute(Exception):
-    """transformers cannot compute the model; says why."""
+    """transformers cannot compute the model. The message says why."""
 
 
 def main() -> None:
@@ -198,7 +198,7 @@ def rows_of(source: Source, groups: Sequence[Group]) -> tuple[np.ndarray, ...]:
 
 
 def explanation(question: Explain) -> str | None:
-    """The setting with whose default transformers has these rows."""
+    """The setting with whose default transformers computes these rows."""
     config = configuration(question.source)
     for name, changes in guilty.defaults(config):
         source = evolve(question.source, changes={**question.source.changes, **changes})
