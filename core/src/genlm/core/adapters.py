@@ -15,7 +15,7 @@ from genlm.core.types import Adapter
 
 
 class Unset(Enum):
-    """The value of ``lora_name`` where the caller gave none, which is not the same as ``None``."""
+    """The value of ``lora_name`` if the caller gave none; it differs from ``None``."""
 
     UNSET = "the model's default adapter"
 
@@ -27,7 +27,8 @@ LoraName = str | None | Literal[Unset.UNSET]
 class AdapterRegistry:
     """Names, the adapters bound to them, and the default.
 
-    Safe to use from any thread, but :meth:`bind` and :meth:`unbind` are for one: the engine's.
+    Safe to use from any thread, except that only the engine thread may call :meth:`bind` and
+    :meth:`unbind`.
 
     Attributes:
         default: The name of the adapter of calls that name none; ``None`` is the base model.

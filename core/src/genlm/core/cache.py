@@ -1,4 +1,4 @@
-"""The output cache: rows that have been computed, least recently used first to go."""
+"""The output cache: computed rows, of which the least recently used are evicted first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations as a tokenizer's chat template writes them: what it would leave out in silence."""
+"""Conversations as a tokenizer's chat template writes them, and what it would leave out."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ENCODING = ("padding", "truncation", "max_length")
 
 
 def in_parts(messages: list[Message], written: Callable[[Any], str]) -> list[Message]:
-    """Messages as a template takes them: with each text as a list of parts, if it leaves out what
-    strings say without a word, as those of multimodal models may do."""
+    """Messages as a template takes them. If the template leaves out texts that are strings, as
+    those of multimodal models may do, each text becomes a list of parts."""
     said = [each.get("content") for each in messages if each["role"] != "assistant"]
     asked = [content.strip() for content in said if isinstance(content, str)]
     text = written(messages)

@@ -1,4 +1,4 @@
-"""Checks of what users give. Every message names the option, what is accepted, and the value."""
+"""Checks of users' input. Every message names the option, what is accepted, and the value."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def safe_repr(value: object) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """The kind of an error and what it says, for a message: never an exception itself. Of one that
-    says nothing, as a bare ``assert`` does, where it was raised."""
+    """The kind and the message of an error, for another message; never raises. For an error without
+    a message, such as a bare ``assert``, the place where it was raised."""
     try:
         text = str(error)
         if not text and error.__traceback__ is not None:
@@ -81,7 +81,7 @@ def number(name: str, value: Any, accepted: str, accepts: Callable[[float], bool
 
     Args:
         name: The option's name, for the message.
-        value: What the user gave: anything that ``float`` takes but text.
+        value: What the user gave: anything that ``float`` takes, except text.
         accepted: The range in words, for the message: ``"of at least 0"``.
         accepts: Whether a number is in that range.
 

@@ -1,4 +1,4 @@
-"""Contexts: token ids that are checked, hashed, and extended at the cost of what is new."""
+"""Contexts: token ids that are checked, hashed, and extended at the cost of the new tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def blocks_of(last: Block | None, token_ids: TokenIds) -> tuple[Block | None, To
 
 
 def same_blocks(one: Block | None, other: Block | None) -> bool:
-    """Whether two chains of blocks hold the same ids; from where they are one chain, they do."""
+    """Whether two chains of blocks hold the same ids. Blocks that both share are not compared."""
     while one is not other:
         if one is None or other is None or one.token_ids != other.token_ids:
             return False
@@ -106,7 +106,7 @@ class Context(Sequence[int]):
         self.grown = self.parent_hash = 0
 
     def extend(self, *token_ids: int) -> Context:
-        """This context followed by some tokens, one at least.
+        """This context followed by at least one token.
 
         Raises:
             InvalidQueryError: one is not a token id of the model.
@@ -120,8 +120,8 @@ class Context(Sequence[int]):
         return longer
 
     def first(self, length: int) -> Context:
-        """The context of its first tokens, of which the ids are shared: the first ``length``, as a
-        slice counts them; a negative one leaves out the last."""
+        """The context of the first tokens, which shares their ids. ``length`` counts as in a slice:
+        a negative number leaves out the last tokens."""
         blocks, tail = self._cut(len(range(len(self))[:length]))
         return Context(tail, self.vocab_size, blocks)
 
@@ -135,15 +135,15 @@ class Context(Sequence[int]):
         return hash((value, self._tail[:-1]))
 
     def starts_with(self, other: Context) -> bool:
-        """Whether its first tokens are those of another context. Where one extends the other, this
-        takes no longer for long ones."""
+        """Whether another context is a prefix of this one. If this context was made by extending
+        the other, the answer takes no longer for long contexts."""
         if self._blocks is other._blocks:  # as where one extends the other by a few
             return self._tail[: len(other._tail)] == other._tail
         blocks, tail = self._cut(len(other))
         return tail == other._tail and same_blocks(blocks, other._blocks)
 
     def holds(self, token_ids: TokenIds) -> bool:
-        """Whether these are its ids."""
+        """Whether the context has exactly these ids."""
         block, tail = self._blocks, self._tail
         if len(token_ids) != len(self) or token_ids[len(self) - len(tail) :] != tail:
             return False
@@ -154,7 +154,7 @@ class Context(Sequence[int]):
         return True
 
     def since(self, start: int) -> TokenIds:
-        """The ids from a position on; takes as long as they are many."""
+        """The ids from a position on. Takes time in proportion to their number."""
         if self._ids is not None:
             return self._ids[start:]
         block, parts = self._blocks, [self._tail]
@@ -167,8 +167,8 @@ class Context(Sequence[int]):
         return tuple(itertools.chain(*reversed(parts)))[start - begin :]
 
     def parts(self) -> tuple[TokenIds, ...]:
-        """The ids in parts. All but the last are objects that contexts share where one extends the
-        other: a pickle of both has them once."""
+        """The ids in parts. A context and its extensions share all parts but the last, so a pickle
+        of several has the shared parts once."""
         block, parts = self._blocks, [self._tail]
         while block is not None:
             parts.append(block.token_ids)
@@ -263,7 +263,7 @@ def token_ids_of(
 
 
 def contexts_of(contexts: Any) -> list[Any]:
-    """The contexts of a batch, not checked themselves.
+    """The contexts of a batch. They themselves are not checked.
 
     Raises:
         InvalidQueryError: they are not a list of contexts, or too many.

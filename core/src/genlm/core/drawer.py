@@ -32,13 +32,13 @@ class TokenDrawer:
     """Draws the tokens of one continuation from rows, one uniform number each, by inverting the
     cumulative distribution.
 
-    With a seed the numbers come from a generator of its own: it fixes the draws, whatever else is
-    going on.
+    With a seed, the numbers come from a generator of the drawer's own. So the seed fixes the draws,
+    whatever else happens.
 
     Attributes:
-        how: Its temperature, top_k, top_p and min_p.
-        logprob: Of all that has been drawn, under the rows.
-        proposal_logprob: The same, under what it was drawn from.
+        how: The temperature, top_k, top_p and min_p.
+        logprob: The log-probability of all drawn tokens, under the rows.
+        proposal_logprob: Their log-probability under the distributions they were drawn from.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -86,7 +86,7 @@ class Draw(JointCombiner[list[int]]):
 
     Args:
         drawers: One for each token.
-        known: The rows that need not be asked; ``None`` in the places of the others.
+        known: The rows that need not be requested; ``None`` in place of the others.
     """
 
     def __init__(

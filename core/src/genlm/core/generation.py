@@ -73,8 +73,8 @@ class Drawing(AsyncGenerator[int, None]):
 
 
 class GenerationMixin(RowsMixin):
-    """What :class:`~genlm.core.lm.AsyncLM` draws and scores: by the engine if it can, else from
-    rows."""
+    """The methods of :class:`~genlm.core.lm.AsyncLM` that draw and score: by the engine if it can,
+    otherwise from rows."""
 
     @known_keywords
     async def sample(

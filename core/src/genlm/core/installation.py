@@ -17,7 +17,7 @@ def pip_install(name: str, extra: str = "") -> str:
 
     Args:
         name: The distribution: ``"genlm-hf"``.
-        extra: Of its extras, the one that is needed.
+        extra: The extra that is needed.
     """
     *needed, what = [str(folder) for folder in _in_clone(name)] or [name]
     words = [*needed, f"{what}[{extra}]" if extra else what]

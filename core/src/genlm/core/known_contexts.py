@@ -1,4 +1,4 @@
-"""Known contexts: lists of token ids that go on from one that has been asked for."""
+"""Known contexts: lists of token ids that continue a list of an earlier request."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ ENDING_TOKENS = 16
 
 
 class KnownContexts:
-    """The long contexts that were asked for as lists, as long as the library keeps them.
+    """The long contexts that were requested as lists, as long as the library keeps them.
 
-    Programs ask for the list that they asked for before and a token more, or for the same again.
-    Such a list is compared with the known one, a quarter of the work of checking and hashing all of
-    it; and what extends a known context is found by its parent, as what :meth:`Context.extend`
-    makes.
+    Programs often request the list of an earlier request again, or that list and one token more.
+    Such a list is compared with the known one, which is a quarter of the work of checking and
+    hashing it. An extension is found by its parent, as one made by :meth:`Context.extend` is.
     """
 
     def __init__(self) -> None:
@@ -45,7 +44,7 @@ class KnownContexts:
         return longer
 
     def add(self, context: Context) -> None:
-        """Know a context, if it is long."""
+        """Remember a context, if it is long."""
         if len(context) > BLOCK_TOKENS:
             self._by_ending[len(context), context.since(len(context) - ENDING_TOKENS)] = context
 

@@ -1,4 +1,4 @@
-"""Logging that a program does not notice until it asks for it.
+"""Logging of which a program sees only warnings, until it asks for more.
 
 Warnings are always shown. To see the rest, for instance which backend was chosen::
 

@@ -348,8 +348,8 @@ class MockAsyncLM(AsyncLM):
 
 
 def hashed_row(token_ids: Sequence[int], adapter: Adapter | None, vocab_size: int) -> torch.Tensor:
-    """A row that depends on every token, on their order and on the adapter's path, ``[vocab_size]``
-    float32.
+    """A row ``[vocab_size]`` in float32 that depends on every token, on their order and on the
+    adapter's path.
 
     Source: BLAKE2b (RFC 7693) of all of it seeds the generator, so no two contexts share a row but
         by breaking the hash.

@@ -58,7 +58,7 @@ class CoreOptions:
 
     @staticmethod
     def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Part a user's options into the core's and the engine's."""
+        """Split a user's options into the core's and the engine's."""
         core = {name: value for name, value in options.items() if name in CORE}
         return core, {name: value for name, value in options.items() if name not in CORE}
 
@@ -120,7 +120,7 @@ class CoreOptions:
 
     @property
     def keeps_frames(self) -> bool:
-        """Whether errors keep the local variables of the calls that they have ended."""
+        """Whether errors keep the local variables of the calls that they ended."""
         return self.violated is _raise
 
     @property
@@ -133,7 +133,7 @@ class CoreOptions:
 
     @property
     def violated(self) -> Callable[[PluginError], None] | None:
-        """What is told of results that break the contract, if the user or the environment wants
+        """What is called for results that break the contract, if the user or the environment wants
         them checked."""
         if callable(self.check):
             return self.check
@@ -190,7 +190,7 @@ def refuse_unknown(
 
 
 def unknown_argument(engine: str, what: str, name: str, known: Iterable[str]) -> InvalidOptionError:
-    """The error for an argument that is passed on to an engine, and which that does not have."""
+    """The error for an argument that would be passed to an engine, and that the engine lacks."""
     near = nearest(name, known)
     remedy = (
         f"did you mean {near!r}?"

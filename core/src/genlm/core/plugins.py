@@ -50,7 +50,7 @@ ENGINES = {
 
 @frozen
 class Backend:
-    """An installed backend: its entry point, and the plugin module that this names."""
+    """An installed backend: its entry point, and the plugin module that the entry point names."""
 
     name: str
     entry_point: EntryPoint
@@ -67,7 +67,7 @@ class Backend:
         return f"backend {self.name!r} ({self.distribution})"
 
     def info(self) -> BackendInfo:
-        """What the backend says of itself. Imports no engine."""
+        """What the backend says about itself. Imports no engine."""
         hooks = self._hooks("genlm_backend_info")
         try:
             info = hooks.call("genlm_backend_info")
@@ -82,7 +82,7 @@ class Backend:
 
     @property
     def verifies(self) -> bool:
-        """Whether it can compare the rows of what it loads with those of another library."""
+        """Whether the backend can compare a loaded model's rows with those of another library."""
         return self._hooks("genlm_load").supports("genlm_load", "verify")
 
     def load(self, model: str, options: Mapping[str, object], verify: Any = None) -> Engine:
@@ -90,7 +90,7 @@ class Backend:
 
         Args:
             model, options: See :func:`genlm.core.hookspecs.genlm_load`.
-            verify: See there; a backend that does not name it loads as it does.
+            verify: See there; a backend that does not name this argument ignores it.
 
         Raises:
             BackendUnavailableError: the backend cannot run here.
@@ -171,7 +171,7 @@ def choose_backend() -> str:
 
 
 def installed_wrappers() -> list[object]:
-    """The wrappers that installed distributions bring along (entry-point group
+    """The wrappers that installed distributions provide (entry-point group
     ``genlm.wrappers``)."""
     return [_loaded("wrapper", entry_point) for entry_point in entry_points(group=WRAPPERS)]
 

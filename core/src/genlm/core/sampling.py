@@ -15,7 +15,7 @@ from genlm.core.types import SamplingParams, TokenIds
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How to draw, as keywords: those of :meth:`AsyncLM.sample`, which says what each means."""
+    """How to draw, as keywords; :meth:`AsyncLM.sample` explains each."""
 
     temperature: float
     seed: int | None

@@ -1,4 +1,4 @@
-"""The methods of a model that know text: its tokenizer, its vocabulary, and what tokens say."""
+"""The methods of a model for text: its tokenizer, its vocabulary, and the text of tokens."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class TopToken(NamedTuple):
 
 
 class TextMixin:
-    """What :class:`~genlm.core.lm.AsyncLM` says of text. It needs no engine, so it works after the
-    model has been closed, too."""
+    """The methods of :class:`~genlm.core.lm.AsyncLM` for text. They need no engine, so they work
+    after the model has been closed, too."""
 
     _engine: LoadedEngine
 
