@@ -16,6 +16,7 @@ from genlm.core.generation import MAX_PREFIXES_AT_ONCE
 from genlm.core.mock import MockEngine
 from genlm.core.sampling import seed_of
 from tools.launched import Launched
+from tools.transfers import Transfers
 
 from .conftest import gathered
 from .doubles import Processor, padded
@@ -133,6 +134,30 @@ def test_a_gpu_would_launch_as_many_kernels_for_any_number(monkeypatch, rows, op
         counts.append(launched.count)
     assert counts[0] == counts[1]
     assert 9 <= counts[0] <= 40, "what CONTRIBUTING.md says"
+
+
+@pytest.mark.parametrize("count", [5, 30])
+@pytest.mark.parametrize("at_once", [3000, 1 << 20])
+def test_a_gpu_is_waited_for_once_for_draws_of_several_kinds(monkeypatch, rows, count, at_once):
+    """And gets their numbers in one copy, however many rows are worked on at a time."""
+    monkeypatch.setattr(drawer, "on_cpu", lambda device: False)
+    monkeypatch.setattr(drawer, "IN_MEMORY", at_once)
+    hows = [{}, {"temperature": 0.0}, {"temperature": 0.5}, {"min_p": 0.1}]
+    drawers = [drawers_of(1, **hows[at % len(hows)])[0] for at in range(count)]
+    with Transfers() as transfers:
+        draw_together(drawers, list(rows[:count]))
+    assert (transfers.copies.total(), transfers.waits.total()) == (1, 1)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 20}, {"top_p": 0.7}])
+def test_a_gpu_is_waited_for_as_often_for_any_number_of_draws(monkeypatch, rows, options):
+    monkeypatch.setattr(drawer, "on_cpu", lambda device: False)
+    waits = []
+    for count in (3, 30):
+        with Transfers() as transfers:
+            draw_together(drawers_of(count, **options), list(rows[:count]))
+        waits.append(transfers.waits.total())
+    assert waits[0] == waits[1] <= 3, "whether the likeliest suffice, and whether some are equal"
 
 
 def test_sums_whose_last_bits_are_wrong_give_no_token_without_mass(monkeypatch):

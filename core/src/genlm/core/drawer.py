@@ -123,18 +123,21 @@ def draw_together(
     alike = defaultdict[Any, list[int]](list)
     for at, drawer in enumerate(drawers):
         alike[drawer.how].append(at)
-    order: list[int] = []
-    found: list[torch.Tensor] = []
+    order = [at for places in alike.values() for at in places]
     device = torch.device("cpu") if rows[0].is_mps else rows[0].device  # Metal has no float64
+    numbers = torch.tensor([[drawers[at].number()] for at in order], dtype=torch.float64)
+    if not on_cpu(device):
+        numbers = numbers.to(device, non_blocking=True)
     some = max(1, (IN_CACHE if on_cpu(device) else IN_MEMORY) // len(rows[0]))
+    found: list[torch.Tensor] = []
+    begin = 0
     for how, places in alike.items():
-        order += places
-        for begin in range(0, len(places), some):
-            part = places[begin : begin + some]
-            numbers = torch.tensor(
-                [[drawers[at].number()] for at in part], dtype=torch.float64, device=device
-            )
-            found.append(_drawn(torch.stack([rows[at] for at in part]).to(device), numbers, how))
+        stop = begin + len(places)
+        for first in range(begin, stop, some):
+            part = slice(first, min(first + some, stop))
+            chosen = torch.stack([rows[at] for at in order[part]])
+            found.append(_drawn(chosen.cpu() if chosen.is_mps else chosen, numbers[part], how))
+        begin = stop
     # Noted after all draws have succeeded: after a failure, each is repeated with the same number.
     values = torch.cat(found).tolist()
     drawn = {at: drawers[at].take(*one) for at, one in zip(order, values, strict=True)}
