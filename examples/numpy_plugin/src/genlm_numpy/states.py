@@ -14,7 +14,7 @@ Placement = kv.Placement[kv.TokenSequence]
 
 
 class Table:
-    """Slots of equal length, and trunks. It moves what the planner wants moved."""
+    """Slots of equal length, and shared prefixes. It moves what the planner wants moved."""
 
     def __init__(self, network: Network, kept: int) -> None:
         self._slots = np.zeros((network.layers, 2, 0, 0, network.width), dtype=np.float32)
