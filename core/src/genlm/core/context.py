@@ -169,7 +169,10 @@ class Context(Sequence[int]):
     def parts(self) -> tuple[TokenIds, ...]:
         """The ids in parts. A context and its extensions share all parts but the last, so a pickle
         of several has the shared parts once."""
-        block, parts = self._blocks, [self._tail]
+        if self._blocks is None:
+            return (self._tail,)
+        block: Block | None = self._blocks
+        parts = [self._tail]
         while block is not None:
             parts.append(block.token_ids)
             block = block.previous

@@ -45,8 +45,9 @@ class KnownContexts:
 
     def add(self, context: Context) -> None:
         """Remember a context, if it is long."""
-        if len(context) > BLOCK_TOKENS:
-            self._by_ending[len(context), context.since(len(context) - ENDING_TOKENS)] = context
+        length = context.length
+        if length > BLOCK_TOKENS:
+            self._by_ending[length, context.since(length - ENDING_TOKENS)] = context
 
     def _look_up(self, ids: TokenIds) -> Context | None:
         try:

@@ -75,10 +75,10 @@ class EngineExecutor:
     def lane(self, request: Request) -> Lane:
         """The lane of a request: one lane for everything that the engine takes in its steps, and
         one for each kind of request that has a hook of its own."""
-        if isinstance(request, Query):
-            return COLD if request.cold else ROWS
         if isinstance(request, ReductionRequest):
             return ROWS
+        if isinstance(request, Query):
+            return COLD if request.cold else ROWS
         draw = isinstance(request, SampleRequest)
         hook = self.engine.native["samples" if draw else "scores"]
         return ROWS if hook == "genlm_step" else DRAWS if draw else SCORES
@@ -99,11 +99,12 @@ class EngineExecutor:
             answers = evaluate_isolated(self._batch, asked)
             self._keep(answers, generation)
         for i, (request, result) in enumerate(answers):
-            if isinstance(request, ReductionRequest) and isinstance(result, Exception):
-                if not self.keeps_frames:
-                    let_go(result)  # the function's own: its caller gets it as it is
-            elif isinstance(result, Exception):
+            if not isinstance(result, Exception):
+                continue
+            if not isinstance(request, ReductionRequest):
                 answers[i] = request, self._explained(query_of(request), result)
+            elif not self.keeps_frames:
+                let_go(result)  # the function's own: its caller gets it as it is
         return known + answers
 
     def wake(self) -> None:

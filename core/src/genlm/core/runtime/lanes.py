@@ -357,12 +357,11 @@ class Lanes:
 
     def _leave_out_cancelled(self, joining: Pending) -> None:
         """Drop cancelled callers, and requests without callers."""
-        cancelled = {
+        cancelled = [
             request
             for request, callers in joining.items()
-            for call, _ in callers
-            if call.future.done()
-        }
+            if callers[0][0].future.done() or any(call.future.done() for call, _ in callers[1:])
+        ]
         for request in cancelled:
             asked = joining[request]
             callers = [caller for caller in asked if not caller[0].future.done()]

@@ -18,10 +18,11 @@ from genlm.ray.affinity import Affinity
 from genlm.ray.member import Job, Member, Waiting, alive
 
 #: For each kind, how many requests a call has, and how many calls a replica has in flight: one
-#: being computed and one that comes next. Samples end one by one, so each has a call of its own.
+#: being computed and one that comes next. A call costs the program as much as a hundred functions
+#: of rows, whose results are small. Samples end one by one, so each has a call of its own.
 LIMITS: dict[type, tuple[int, int]] = {
     Query: (256, 2),
-    ReductionRequest: (256, 2),
+    ReductionRequest: (512, 2),
     ScoreRequest: (256, 2),
     SampleRequest: (1, 64),
 }

@@ -77,9 +77,11 @@ def ask(request: Request, program: str, reduced: Reduce | None = None) -> Ask:
     """A request as it travels; ``reduced``: what is to be made of the row."""
     query = query_of(request)
     key = None if query.adapter is None else adapter_key(query.adapter.version, program)
+    if reduced is not None:
+        return query.context.parts(), key, query.cold, None, None, reduced
     params = request.params if isinstance(request, SampleRequest) else None
     scored = request.continuation if isinstance(request, ScoreRequest) else None
-    return query.context.parts(), key, query.cold, params, scored, reduced
+    return query.context.parts(), key, query.cold, params, scored, None
 
 
 def ids_of(asked: Ask) -> TokenIds:
