@@ -145,7 +145,8 @@ class CapacityClauses:
         contexts = live.contexts
         room = min(live.longest, contexts.limit - 1)
         pins = cleared = 0
-        for length, times in ((min(600, room), live.scaled(12, 6)), (min(5, room), 20)):
+        for most, times in ((600, live.scaled(12, 6)), (5, live.scaled(20, 8))):
+            length = min(most, room)
             prompt = contexts.long(length, 3)
             for _ in range(times):
                 for _ in range(PINS_A_CLEAR):
@@ -182,18 +183,18 @@ class CapacityClauses:
         half, draws = max(1, room // 2), self._draws(live, max(1, room // 2))
         alone = live.run_all(draw() for draw in draws)
         live.model.clear()
-        pinned = _pinned(
-            live,
-            (
-                (contexts.plain[i % len(contexts.plain)], *contexts.long(length, i % 5)[1:])
-                for i in range(live.scaled(64, 26))
-            ),
-        )
+        prompts = [
+            (contexts.plain[i % len(contexts.plain)], *contexts.long(length, i % 5)[1:])
+            for i in range(live.scaled(64, 26))
+        ]
+        pinned = _pinned(live, prompts)
+        is_full = len(pinned) < len(prompts)
         beside = f"beside {len(pinned)} pinned prompts of {length} tokens"
         rows: list[tuple[Outcome, TokenIds, str]] = []
         scores: list[tuple[Outcome, TokenIds, TokenIds]] = []
         drawn: list[Outcome] = []
-        for turn, tail in enumerate((contexts.tokens[:1], contexts.tokens[2:4])):
+        tails = [contexts.tokens[:1], contexts.tokens[2:4]][: 1 + is_full]
+        for turn, tail in enumerate(tails):
             if turn:
                 # With room for some of what is asked for together, the others are preempted.
                 live.model.clear()
@@ -227,7 +228,7 @@ class CapacityClauses:
                 live.expect.scores(score, prompt, scored, places=places, how=beside)
         moved = [
             (now, before)
-            for now, before in zip(drawn, alone * 2, strict=True)
+            for now, before in zip(drawn, alone * len(tails), strict=True)
             if not isinstance(now, Exception) and now != before
         ]
         # Rounding may move a few draws of a large vocabulary.

@@ -178,9 +178,9 @@ class GrowthClauses:
         live.needs("genlm_cache_prefix")
         names = live.needs_adapters(2)[:2]
         contexts = live.contexts
-        longest = min(130, contexts.limit - 1)
-        times = live.scaled(260, 44)
+        times = live.scaled(260, 24)
         each = math.ceil(260 / times)  # All turns together make at least 260 pins.
+        longest = min(130, contexts.limit - 1)
         for turn in range(times):
             # The order of the two files has no period, so two versions that an engine takes for
             # one another, for instance modulo 16, have different files.
@@ -188,7 +188,7 @@ class GrowthClauses:
             live.model.bind(MOVING, name)
             try:
                 for pin in range(each):
-                    context = contexts.long(longest, (turn + pin) % 6)
+                    context = contexts.long(longest, (turn + pin) % 12)
                     live.lm.cache_kv(context, lora_name=MOVING)
             except Exception as error:
                 raise Violation(

@@ -162,7 +162,7 @@ class RowClauses:
             found: list[Any] = await asyncio.gather(*thens, return_exceptions=True)
             return found
 
-        @for_all(live, examples=20, contexts=live.contexts.several())
+        @for_all(live, examples=6, contexts=live.contexts.several())
         def functions_of_rows(contexts: list[TokenIds]) -> None:
             several = [*contexts, contexts[0], contexts[-1]]
             tags = [*range(len(several) - 1), None]

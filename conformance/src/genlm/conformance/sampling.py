@@ -31,6 +31,9 @@ FREQUENCY_DRAWS = 1000
 
 SEEDS = st.integers(0, 1 << 32)
 
+#: How many times some draws are made until a stop token comes up in one of them.
+STOP_TRIES = 5
+
 
 class SamplingClauses:
     """Draws come from the rows, by a seed or none."""
@@ -110,7 +113,7 @@ class SamplingClauses:
         """A seed fixes one draw, and none of those without a seed that follow it or are beside
         it."""
         prompt = live.contexts.stem[:4]
-        length = min(24, live.contexts.limit - 5)
+        length = min(12, live.contexts.limit - 5)
         free = []
         for _ in range(2):
             live.sample(prompt, 4, seed=11)
@@ -168,31 +171,35 @@ class SamplingClauses:
         temperature at which they come up, no draw contains its stop token."""
         size = live.contexts.vocab_size
         length = min(24, live.contexts.limit - 5)
-        count = math.ceil(5 * size / length)
-        if count > 200:
+        count = math.ceil(3 * size / length)
+        if count > 120:
             pytest.skip(f"of {size} tokens one comes up too seldom")
         prompts = [live.contexts.stem[:4]] * count
-        for stop in (0, size - 1):
-            # By chance no draw stops, one time in 150.
-            for _ in range(3):
-                drawn = live.run(live.lm.batch_sample(prompts, length, [stop], temperature=1000.0))
+        stops = [0, size - 1]
+        # By chance no draw stops, one time in 20.
+        for _ in range(STOP_TRIES):
+            batches = [
+                live.lm.batch_sample(prompts, length, [stop], temperature=1000.0) for stop in stops
+            ]
+            for stop, drawn in zip(tuple(stops), live.run_all(batches), strict=True):
                 check(
                     not any(stop in ids for ids in drawn),
                     f"draws after {brief(prompts[0])} with the stop token {stop} contain it",
                 )
-                if stopped := any(len(ids) < length for ids in drawn):
-                    break
-            if not stopped:
-                free = live.run(live.lm.batch_sample(prompts, length, [], temperature=1000.0))
-                never = f"token {stop} stopped none of {3 * count} draws of {length} tokens"
-                comes = any(stop in ids for ids in free)
-                raise Violation(
-                    f"{never} at temperature 1000, and comes up in draws without stop tokens"
-                    if comes
-                    else f"{never} at temperature 1000, nor does it come up in {count} draws "
-                    "without stop tokens: draws are not from the whole row; they may have the "
-                    "top_k, top_p or temperature of other requests"
-                )
+                if any(len(ids) < length for ids in drawn):
+                    stops.remove(stop)
+        if not stops:
+            return
+        free = live.run(live.lm.batch_sample(prompts * 2, length, [], temperature=1000.0))
+        never = f"token {stops[0]} stopped none of {STOP_TRIES * count} draws of {length} tokens"
+        comes = any(stops[0] in ids for ids in free)
+        raise Violation(
+            f"{never} at temperature 1000, and comes up in draws without stop tokens"
+            if comes
+            else f"{never} at temperature 1000, nor does it come up in {len(free)} draws "
+            "without stop tokens: draws are not from the whole row; they may have the "
+            "top_k, top_p or temperature of other requests"
+        )
 
     @advise("a block of random numbers is used again", "successive_tokens_are_independent")
     def test_long_draws_do_not_repeat(self, live: Subject) -> None:
@@ -200,9 +207,12 @@ class SamplingClauses:
         any other, those at a distance are not the same, at any distance."""
         prompt = live.contexts.stem[:4]
         room = min(live.longest, live.contexts.limit - len(prompt))
-        for seed, most in ((None, live.scaled(150, 75)), (5, 150)):
-            length = min(most, room)
-            drawn = live.samples([prompt] * 4, length, temperature=1000.0, seed=seed)
+        asked = [(None, min(live.scaled(150, 75), room)), (5, min(150, room))]
+        batches = [
+            live.lm.batch_sample([prompt] * 4, length, [], temperature=1000.0, seed=seed)
+            for seed, length in asked
+        ]
+        for (seed, length), drawn in zip(asked, live.run_all(batches), strict=True):
             for lag in range(1, length - 7):
                 pairs = [pair for ids in drawn for pair in zip(ids, ids[lag:], strict=False)]
                 same = sum(one == other for one, other in pairs)
@@ -339,10 +349,11 @@ class SamplingClauses:
         prompt = live.contexts.long(min(60, live.contexts.limit - 8), 4)
         for name in reversed(names):
             drawn = live.sample(prompt, 8, temperature=0.0, lora_name=name)
-            for end in range(1, len(drawn) + 1):
-                for other in [other for other in names if other != name or end == len(drawn)]:
-                    how = f"of which {name or 'the base model'!r} drew the last {end} tokens"
-                    live.check_row((*prompt, *drawn[:end]), other, how=how)
+            how = f"of which {name or 'the base model'!r} drew the last tokens"
+            for other in names:
+                ends = range(1, len(drawn) + 1) if other != name else [len(drawn)]
+                contexts = [(*prompt, *drawn[:end]) for end in ends]
+                live.check_rows(contexts, [other] * len(contexts), how=how)
 
 
 def _left(
