@@ -82,14 +82,19 @@ def directives(page: str) -> str:
 
 
 def clauses() -> str:
-    """The clauses of the conformance suite, what holds by each, and the likeliest cause of a
-    failure."""
+    """The clauses of the conformance suite: what holds by each, the likeliest cause of a failure,
+    and the capability by which an engine is excused."""
     suite = found("genlm.conformance.suite.ConformanceSuite")
-    lines = ["| clause | what holds | likeliest cause of a failure |", "|---|---|---|"]
+    lines = [
+        "| clause | what holds | likeliest cause of a failure | excused by |",
+        "|---|---|---|---|",
+    ]
     for name, member in suite.inherited_members.items():
         if name.startswith("test_"):
             promise = " ".join(_prose(member.docstring.value).split())
-            lines.append(f"| `{name.removeprefix('test_')}` | {promise} | {_cause(member)} |")
+            cause, capability = _advice(member)
+            cells = f"`{name.removeprefix('test_')}`", promise, cause, capability
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -106,12 +111,15 @@ def options(backend: str | None) -> str:
     return "\n".join(lines)
 
 
-def _cause(clause: Any) -> str:
-    """What its decorator ``advise`` says first."""
+def _advice(clause: Any) -> tuple[str, str]:
+    """The likeliest cause that its decorator ``advise`` names, and the capability, if any."""
     for decorator in clause.decorators:
         if decorator.callable_path.endswith(".advise"):
-            return str(ast.literal_eval(str(decorator.value.arguments[0])))
-    return ""
+            given = ast.parse(str(decorator.value), mode="eval").body
+            assert isinstance(given, ast.Call)
+            named = {each.arg: ast.literal_eval(each.value) for each in given.keywords}
+            return str(ast.literal_eval(given.args[0])), named.get("capability", "")
+    return "", ""
 
 
 def documented(name: str, inherited: bool) -> str:

@@ -280,16 +280,6 @@ class DrawsEndAt64(Recurrent):
         return super().draw(query, evolve(how, max_tokens=min(how.max_tokens, 64)))
 
 
-@breaks("temperature_zero_is_argmax")
-class GreedyInHalfPrecision(Recurrent):
-    """The likeliest token is that of a row in float16, where near ones tie. (No clause tells: a
-    top token may be 0.001 nats off on a model in float32.)"""
-
-    class sampler(Sampler):
-        def draw(self, row):
-            return super().draw(np.asarray(row, np.float16) if self.is_greedy else row)
-
-
 # --- scores ---------------------------------------------------------------------------------------
 
 
