@@ -294,7 +294,7 @@ class CapacityClauses:
             if turn:
                 live.lm.cache_kv(contexts.long(min(100, room), 1))
             live.model.clear()
-        count, length = (30, 300) if live.effort >= 1 else (12, 600)
+        count, length = (30, 300) if live.effort >= 1 else (8, 600)
         how = "after pins of a removed adapter were cleared"
         for turn in range(2):
             many = [contexts.long(min(length, room), turn * count + i) for i in range(count)]

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import functools
 import math
+import queue
 import threading
 import time
 from collections import deque
@@ -20,6 +21,9 @@ Outcome = Any  # an answer, or the exception in its place
 #: Models of which a call hung. They are kept, because collecting a model stops it, which may hang
 #: as well.
 ABANDONED_MODELS: list[Any] = []
+
+#: The name of the threads in which calls are made.
+CALL_THREAD = "genlm-conformance-call"
 
 #: How many events before a failure are told.
 TOLD_EVENTS = 8
@@ -52,6 +56,8 @@ class Driver:
         self.story: deque[tuple[str, int]] = deque(maxlen=TOLD_EVENTS)
         #: Whether something was under way then.
         self.was_late = False
+        #: Threads that wait for a call. One whose call hangs never comes back here.
+        self._idle: list[CallThread] = []
         # The main thread has one loop for all requests: making a loop takes longer than a request.
         self._loop = LoopThread()
 
@@ -130,19 +136,18 @@ class Driver:
         return None
 
     def thread(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Make a call in a thread of its own, which may hang without holding up the suite."""
+        """Make a call in another thread, where it may hang without holding up the suite."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         # A call cannot be taken back: its end is recorded also after its waiter has given up.
         future.set_running_or_notify_cancel()
-
-        def target() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=target, daemon=True).start()
+        thread = self._idle.pop() if self._idle else CallThread(self._idle)
+        thread.calls.put((call, future))
         return future
+
+    def end_threads(self) -> None:
+        """End the threads that make no call."""
+        while self._idle:
+            self._idle.pop().calls.put(None)
 
     def outcome(self, future: concurrent.futures.Future[Any]) -> Outcome:
         """The result or the exception of a call in another thread; that it hangs is a violation."""
@@ -214,6 +219,34 @@ class Driver:
         # Shrinking would hang again and again, and so may every clause after it.
         self.waits = self.patience / 20
         return violation
+
+
+class CallThread:
+    """A thread that makes one call after the other: starting one takes longer than most calls.
+
+    Args:
+        idle: Where it puts itself when a call has ended.
+    """
+
+    def __init__(self, idle: list[CallThread]) -> None:
+        #: The calls to make, with their results; ``None`` ends the thread.
+        self.calls: queue.SimpleQueue[tuple[Callable[[], Any], Any] | None] = queue.SimpleQueue()
+        self._idle = idle
+        threading.Thread(target=self._run, name=CALL_THREAD, daemon=True).start()
+
+    def _run(self) -> None:
+        while (one := self.calls.get()) is not None:
+            call, future = one
+            try:
+                result = call()
+            except BaseException as error:
+                self._idle.append(self)
+                future.set_exception(error)
+            else:
+                self._idle.append(self)
+                future.set_result(result)
+            del one, call, future
+            result = None  # What was answered must not live until the next call.
 
 
 class LoopThread:

@@ -133,6 +133,7 @@ class Subject(Driver):
         self.until = math.inf  # The deadline is over for clauses only: closing gets its own time.
         self._loop.close()
         self.model.end()
+        self.end_threads()
 
     def needs(self, hook: str) -> None:
         """Skip the clause unless the engine implements ``hook``."""
