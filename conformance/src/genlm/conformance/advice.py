@@ -46,10 +46,10 @@ def check_excuses(excused: Mapping[str, str]) -> None:
 
 @frozen
 class Advice:
-    """What is said of a clause that fails.
+    """The advice that a failure of a clause ends with.
 
     Attributes:
-        cause: The likeliest one.
+        cause: The likeliest cause of a failure.
         others: Clauses that say more, where they fail too.
         capability: One of :data:`CAPABILITIES`; ``None`` where the clause cannot be excused.
     """
@@ -66,7 +66,8 @@ class Advice:
 def advise(
     cause: str, *others: str, capability: str | None = None
 ) -> Callable[[Callable[Concatenate[Any, Any, ...], None]], Callable[..., None]]:
-    """Decorate a clause with what is said of it where it fails, and with what excuses an engine."""
+    """Decorate a clause with the advice for its failures, and with the capability that excuses an
+    engine from it."""
     advice = Advice(cause, others, capability)
     assert capability is None or capability in CAPABILITIES
 

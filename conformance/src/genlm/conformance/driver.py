@@ -1,4 +1,4 @@
-"""Running what may hang: coroutines and calls in threads."""
+"""Running coroutines and calls that may hang."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Driver:
         self._loop = LoopThread()
 
     def note(self, what: str) -> None:
-        """Note something that a failure after it tells."""
+        """Note an event, which the messages of later failures tell."""
         times = self.story.pop()[1] if self.story and self.story[-1][0] == what else 0
         self.story.append((what, times + 1))
 
@@ -74,11 +74,11 @@ class Driver:
         return f"\n  before it: {done}"
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in an event loop of this thread's; that it hangs is a violation."""
+        """Run a coroutine in this thread's event loop. A hang is a violation."""
         return self.drive(self.soon(coroutine))
 
     def run_all(self, coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-        """Run coroutines together; that one hangs is a violation."""
+        """Run coroutines together. A hang of one is a violation."""
 
         async def together() -> list[T]:
             return await asyncio.gather(*coroutines)
@@ -104,7 +104,7 @@ class Driver:
                 raise violation
 
     async def soon(self, awaitable: Awaitable[T]) -> T:
-        """What ``awaitable`` gives; that it hangs is a violation."""
+        """The result of ``awaitable``. A hang is a violation."""
         task = asyncio.ensure_future(awaitable)
         try:
             if hangs := await self._hanging([task], "a caller"):
@@ -117,7 +117,7 @@ class Driver:
                 task.exception()  # Else asyncio logs that the exception was never retrieved.
 
     async def all_done(self, futures: Sequence[asyncio.Future[Any]]) -> bool:
-        """Wait for all of them; ``False`` if some hang: none ends for as long as there is
+        """Wait for all futures. Returns ``False`` if some hang: none of them ended within the
         patience."""
         return await self._hanging(futures, "some callers") is None
 
@@ -150,7 +150,7 @@ class Driver:
             self._idle.pop().calls.put(None)
 
     def outcome(self, future: concurrent.futures.Future[Any]) -> Outcome:
-        """The result or the exception of a call in another thread; that it hangs is a violation."""
+        """The result or the exception of a call in another thread. A hang is a violation."""
         try:
             return self.wait(future)
         except Exception as error:
@@ -161,8 +161,8 @@ class Driver:
     def wait(
         self, future: concurrent.futures.Future[T], what: str = "a call", times: float = 1
     ) -> T:
-        """The result of a call in another thread; that it hangs, for so many times the patience, is
-        a violation."""
+        """The result of a call in another thread. A hang, of so many times the patience, is a
+        violation."""
         standstill = self._standstill()
         while True:
             try:
@@ -200,7 +200,7 @@ class Driver:
         return time.monotonic() >= self.until
 
     def late(self, where: str) -> Violation:
-        """What is told where it is over."""
+        """The violation of a run whose time is over."""
         self.was_late = True
         return Violation(
             f"the time of the whole run was over, and {where}. To allow more time set `deadline` "
@@ -261,7 +261,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def beat(self) -> threading.Event:
-        """What is set as soon as the loop goes on."""
+        """An event that is set as soon as the loop goes on."""
         beat = threading.Event()
         self.loop.call_soon_threadsafe(beat.set)
         return beat
@@ -294,8 +294,8 @@ BLOCKING_METHODS = frozenset(
 class Awaited:
     """A model whose blocking calls end in a violation where they hang.
 
-    In an event loop, and in another thread than the main one, they are the model's own: there
-    somebody else waits for them.
+    In an event loop, and in another thread than the main one, they are the model's own: there the
+    code that started the loop or the thread waits for them.
     """
 
     def __init__(self, lm: Any, driver: Driver) -> None:

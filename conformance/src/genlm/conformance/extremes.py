@@ -103,7 +103,7 @@ class ExtremeClauses:
         many = contexts.plain[:: max(1, len(contexts.plain) // MAX_STOP_TOKENS)]
 
         def with_stops(others: Sequence[int], only: list[int]) -> list[int]:
-            """Those that are not stopped, of draws whose first token is a stop token."""
+            """The seeds of draws that go on although their first token is a stop token."""
             stopped = live.run_all(
                 live.lm.sample(prompt, 1, [*others, tokens[n]], seed=n, **how) for n in only
             )

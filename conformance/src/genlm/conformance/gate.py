@@ -41,7 +41,7 @@ class EngineCall:
 
 
 class EngineGate:
-    """Observes and holds evaluations. All is as it was after :meth:`reset`.
+    """Observes and holds evaluations. After :meth:`reset` nothing is held.
 
     Args:
         driver: Has the patience to hold the engine, or to wait for it.
@@ -237,7 +237,7 @@ class EngineGate:
         return trace
 
     def _meet(self, error: BaseException | None) -> None:
-        """Have all who read an adapter wait for each other."""
+        """Make all readers of an adapter wait for each other."""
         if (readers := self.readers) is None:
             return
         if error is not None:

@@ -55,7 +55,7 @@ class IdentityClauses:
     async def _one_leaves(
         self, live: Subject, context: TokenIds, names: list[str | None], gone: str | None
     ) -> dict[str | None, Outcome]:
-        """The outcomes of those who stay; what is never answered is cancelled in the end."""
+        """The outcomes of the requests that stay. Unanswered requests are cancelled in the end."""
         asked: dict[str | None, asyncio.Future[Outcome]] = {}
 
         async def leave() -> None:

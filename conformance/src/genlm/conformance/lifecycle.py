@@ -156,7 +156,7 @@ def _traced_memory() -> Iterator[Callable[[], int]]:
 
 
 class LifecycleClauses:
-    """Import, close."""
+    """A model leaves nothing behind, and a plugin is imported at no cost."""
 
     @advise("state, weights or a process at module level", "nothing_is_left_after_close")
     def test_two_models_in_one_process(self, live: Subject) -> None:

@@ -138,7 +138,7 @@ class Oracle:
             )
 
     def _before(self) -> str:
-        """What happened before something that is wrong."""
+        """What happened before a failure, as the end of a message."""
         last = "\n    ".join(self._model.commands)
         planned = "\n  the last commands of genlm.kit.kv's planners in this process:\n    "
         return self._model.told() + (f"{planned}{last}" if last else "")

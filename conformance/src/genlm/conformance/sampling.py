@@ -250,8 +250,8 @@ class SamplingClauses:
             expect_frequencies(what, drawn, single_tokens(mass))
 
     @advise(
-        "the order is temperature, top_k, top_p; or options are those of another request of the "
-        "batch",
+        "the filters run in another order than temperature, top_k, top_p; or options are those of "
+        "another request of the batch",
         "frequencies_agree_with_rows",
     )
     def test_options_together(self, live: Subject) -> None:

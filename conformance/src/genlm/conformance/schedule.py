@@ -254,7 +254,7 @@ def check_schedule(live: Subject, schedule: Sequence[Event]) -> None:
 
 @define(eq=False)
 class Asked:
-    """A request that was asked."""
+    """A request of a performance, and what came of it."""
 
     number: int
     arrival: Arrival
@@ -354,7 +354,7 @@ class Performance:
         await self._happen()
 
     async def _happen(self) -> None:
-        """All that is due. While an adapter changes, what comes after it waits."""
+        """Let all events happen that are due. While an adapter changes, later events wait."""
         async with self._happening:
             if self._change is not None and self._change.done():
                 self._change.result()

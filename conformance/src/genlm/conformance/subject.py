@@ -35,7 +35,7 @@ SHRINKING_SECONDS = 20.0
 
 
 class Subject(Driver):
-    """What clauses ask the model through, and compare its answers with.
+    """Through it clauses ask the model, and compare its answers with the right ones.
 
     Args:
         suite: The class that was inherited, with what it says of the model.
@@ -123,13 +123,13 @@ class Subject(Driver):
         return list(self.adapters) if self.lm.supports("genlm_add_lora") else []
 
     def noted(self, key: object, make: Callable[[], T]) -> T:
-        """What clauses keep for each other, made when it is first needed."""
+        """A value that clauses share, made when it is first needed."""
         if key not in self._noted:
             self._noted[key] = make()
         return self._noted[key]  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """The end of all clauses."""
+        """Close the model and end the threads, after all clauses."""
         self.until = math.inf  # The deadline is over for clauses only: closing gets its own time.
         self._loop.close()
         self.model.end()
@@ -184,11 +184,11 @@ class Subject(Driver):
     def sample(
         self, prompt: Sequence[int], most: int, stops: Sequence[int] = (), **options: Any
     ) -> list[int]:
-        """A draw."""
+        """The tokens of one draw."""
         return self.run(self.lm.sample(prompt, most, stops, **options))
 
     def samples(self, prompts: Several, most: int, **options: Any) -> list[list[int]]:
-        """Draws in one batch, without stop tokens."""
+        """The tokens of draws in one batch, without stop tokens."""
         return self.run(self.lm.batch_sample(prompts, most, [], **options))
 
     def score(
@@ -204,7 +204,7 @@ class Subject(Driver):
         self.expect.row(self.ask(token_ids, adapter), token_ids, adapter, how)
 
     def check_rows(self, contexts: Several, adapters: Adapters = None, *, how: str) -> None:
-        """The same of requests asked together."""
+        """Ask for rows together, and check that each is the one of its context."""
         self.expect.rows(self.gather(contexts, adapters), contexts, adapters, how=how)
 
     def gather(self, contexts: Several, adapters: Adapters = None) -> list[Outcome]:
