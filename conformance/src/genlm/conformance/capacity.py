@@ -59,11 +59,13 @@ class CapacityClauses:
         before = self._calls(live, 0)
         overtook = self._short_overtakes(live)
         most = min(live.longest, contexts.limit - DRAWN_TOKENS, MAX_PROMPT_TOKENS)
+        lengths = most, min(most, 20)  # A row of fewer tokens may be answered by the first call.
         cancelled = 0
         for turn in range(live.scaled(CANCELLING_TURNS, 3)):
             draws = turn % 2 == 0
             prompts = [
-                contexts.long(max(1, most - i % 3), i + turn) for i in range(REQUESTS_A_TURN)
+                contexts.long(max(1, lengths[draws] - i % 3), i + turn)
+                for i in range(REQUESTS_A_TURN)
             ]
             cancelled += live.drive(self._all_leave(live, prompts, draws))
         after = self._calls(live, 1)
@@ -145,7 +147,7 @@ class CapacityClauses:
         contexts = live.contexts
         room = min(live.longest, contexts.limit - 1)
         pins = cleared = 0
-        for most, times in ((600, live.scaled(12, 6)), (5, live.scaled(20, 8))):
+        for most, times in ((600, live.scaled(12, 4)), (5, live.scaled(20, 8))):
             length = min(most, room)
             prompt = contexts.long(length, 3)
             for _ in range(times):
@@ -180,15 +182,16 @@ class CapacityClauses:
         contexts = live.contexts
         room = min(live.longest, contexts.limit - 4)
         length = min(600, room)
-        half, draws = max(1, room // 2), self._draws(live, max(1, room // 2))
-        alone = live.run_all(draw() for draw in draws)
-        live.model.clear()
+        half = max(1, room // 2)
         prompts = [
             (contexts.plain[i % len(contexts.plain)], *contexts.long(length, i % 5)[1:])
             for i in range(live.scaled(64, 26))
         ]
         pinned = _pinned(live, prompts)
         is_full = len(pinned) < len(prompts)
+        # At a low effort draws and scores are asked for only if some of them are preempted.
+        draws = self._draws(live, half) if is_full or live.effort >= 1 else []
+        texts = [contexts.long(room, 6 + i) for i in range(SCORES_TOGETHER)] if draws else []
         beside = f"beside {len(pinned)} pinned prompts of {length} tokens"
         rows: list[tuple[Outcome, TokenIds, str]] = []
         scores: list[tuple[Outcome, TokenIds, TokenIds]] = []
@@ -208,7 +211,6 @@ class CapacityClauses:
             for prompt in pinned[:: max(1, len(pinned) // 4)]:
                 asked = (*prompt, *tail)
                 rows.append((*live.gather([asked]), asked, f"extending one of them, {beside}"))
-            texts = [contexts.long(room, 6 + i) for i in range(SCORES_TOGETHER)]
             in_steps = live.lm.supports("genlm_step", "scores")
             many = TOKENS_SCORED_IN_STEPS if in_steps else SCORED_TOKENS
             pairs = [(text[:half], text[half:][:many]) for text in texts if room > 1]
@@ -226,6 +228,7 @@ class CapacityClauses:
             if not isinstance(score, Exception):
                 places = sorted({0, len(scored) // 2, len(scored) - 1})
                 live.expect.scores(score, prompt, scored, places=places, how=beside)
+        alone = live.run_all(draw() for draw in draws)
         moved = [
             (now, before)
             for now, before in zip(drawn, alone * len(tails), strict=True)

