@@ -91,7 +91,7 @@ class AdapterRegistry:
             return None
         if name is not UNSET:
             return self.named(name)
-        default = self.default  # read once: another thread may change it
+        default = self.default  # read once, because another thread may change it
         if default is None:
             return None
         adapter = self._bound.get(default)
@@ -100,7 +100,7 @@ class AdapterRegistry:
                 f"the default LoRA adapter {default!r} has been removed; call clear_lora() to go "
                 "back to the base model, or set_lora(name) to choose another"
             )
-        # Else the default has been changed since: ask again.
+        # Without an adapter the default has changed meanwhile, so it is looked up again.
         return self.resolve(name) if adapter is None else adapter
 
     def bound(self) -> Mapping[str, Adapter]:

@@ -15,9 +15,9 @@ from genlm.core.types import Query
 if TYPE_CHECKING:
     import torch
 
-#: What each token id of a context takes at most: an object of 32 bytes, a place of 8 bytes in a
-#: block and one in the tuple of all ids, and its share of the block. (It is less where the objects
-#: are the program's own, and where contexts share blocks.)
+#: The most bytes that each token id of a context takes: an object of 32 bytes, a place of 8 bytes
+#: in a block and another in the tuple of all ids, and its share of the block. It is less if the
+#: objects belong to the program, or if contexts share blocks.
 ID_BYTES = 50
 
 
@@ -44,16 +44,16 @@ class OutputCache:
         self.max_bytes = max_bytes
         self.move_to_cpu = move_to_cpu
         self.hits = 0
-        # row, from, bytes.
+        # For each key: the row, the device that it came from, and its bytes.
         self._rows: OrderedDict[Hashable, tuple[torch.Tensor, torch.device, int]] = OrderedDict()
-        #: The bytes that the rows take, and their contexts' ids.
+        #: The bytes that the rows and the ids of their contexts take.
         self.nbytes = 0
-        #: Changes whenever rows are dropped on purpose: a row computed under an older one must not
-        #: be kept.
+        #: Replaced whenever rows are dropped on purpose. A row computed under an older generation
+        #: must not be kept.
         self.generation = 0
-        # Re-entrant, because comparing keys runs Python code, and between any two lines of that a
-        # signal handler may look, drop rows, or wait while the engine thread puts some: peek() and
-        # drop() allow for it. Signal handlers run on the main thread, put() on the engine's.
+        # Re-entrant, because comparing keys runs Python code. Between any two lines of it, a signal
+        # handler may look up or drop rows, or wait while the engine thread stores some; peek() and
+        # drop() allow for that. Signal handlers run on the main thread, put() on the engine thread.
         self.lock = threading.RLock()
         self._pid = os.getpid()
 
@@ -71,14 +71,15 @@ class OutputCache:
     def peek(self, key: Hashable, *, counted: bool = True) -> torch.Tensor | None:
         """The row of ``key`` itself, which is to be copied and not written into; ``None`` if it is
         not here. If ``counted``, a row that is found is one of the hits."""
-        # By far the most often; no other thread's change can harm this look.
+        # The usual case. It needs no lock, because no change by another thread can harm this
+        # look-up.
         if not self._rows or key not in self._rows or self._forked():
             return None
         with self.lock:
             try:
                 row, device, _ = self._rows[key]
                 self._rows.move_to_end(key)
-            except KeyError:  # dropped since, perhaps between these two
+            except KeyError:  # the row was dropped meanwhile, perhaps between these two lines
                 return None
             self.hits += counted
         return row if row.device == device else row.to(device)
@@ -86,10 +87,11 @@ class OutputCache:
     def put(self, rows: Iterable[tuple[Hashable, torch.Tensor]], generation: int) -> None:
         """Keep copies of rows, each with its key, unless they were computed under an older
         generation. One that is larger than the whole cache is not kept."""
-        most = math.inf if self.max_bytes is None else int(self.max_bytes)  # NumPy's may wrap
+        # NumPy's integers may overflow.
+        most = math.inf if self.max_bytes is None else int(self.max_bytes)
         kept: list[tuple[Hashable, torch.Tensor, int]] = []
         room = most
-        for key, row in reversed([*rows]):  # the last are those that would stay
+        for key, row in reversed([*rows]):  # from the last one, because the last rows would stay
             nbytes = row.nbytes + (ID_BYTES * key.context.length if isinstance(key, Query) else 0)
             if nbytes > most:
                 continue
@@ -117,7 +119,7 @@ class OutputCache:
         import torch
 
         if self.move_to_cpu and rows and rows[0].device.type != "cpu":
-            rows = torch.stack([*rows]).cpu().unbind()  # the device is waited for once
+            rows = torch.stack([*rows]).cpu().unbind()  # waits for the device once
         return copies_of(rows)
 
     def clear(self) -> None:
@@ -130,7 +132,8 @@ class OutputCache:
             return
         with self.lock:
             self.generation += 1
-            for key in list(dict.__iter__(self._rows)):  # the ordered one hashes every key
+            # Iterating the OrderedDict itself would hash every key.
+            for key in list(dict.__iter__(self._rows)):
                 if condition(key) and (kept := self._rows.pop(key, None)) is not None:
                     self.nbytes -= kept[2]
 

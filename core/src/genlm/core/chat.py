@@ -11,11 +11,11 @@ from genlm.core.errors import InvalidInputError
 
 Message = Mapping[str, Any]
 
-#: What stands before and behind the text that is to be continued, in a rendering of its own: no
-#: template trims it, and no text has it.
+#: Marks before and after the text that is to be continued, in a rendering made to find it. No
+#: template trims them, and no text contains them.
 BEGIN, END = "<<genlm: the answer begins here>>", "<<genlm: the answer goes on here>>"
 
-#: The options of a template's method that its encoding takes.
+#: The options of a template's method that encoding uses.
 ENCODING = ("padding", "truncation", "max_length")
 
 
@@ -33,7 +33,7 @@ def in_parts(messages: list[Message], written: Callable[[Any], str]) -> list[Mes
         else each
         for each in messages
     ]
-    with contextlib.suppress(Exception):  # whatever a template makes of a list
+    with contextlib.suppress(Exception):  # a template may raise any exception for a list
         text = written(parts)
         written_out = any(str(each["content"]) in text for each in parts if each.get("content"))
         if all(each in text for each in asked) and not written_out:
@@ -70,14 +70,14 @@ def continued(
     whole = [*messages[:-1], {**messages[-1], field: marked}]
     rendered = tokenizer.apply_chat_template(whole, **as_text)
     if not (isinstance(text, str) and isinstance(rendered, str)):
-        return ids  # not one of transformers' tokenizers: its method knows no texts
+        return ids  # the method of a tokenizer that is not transformers' cannot render texts
     kept, mark, _ = rendered.rpartition(END)
     before, began, body = kept.rpartition(BEGIN)
     if not mark:
         return ids
     if began and body == said.strip():
         wanted = before + said
-    else:  # the template writes the message in its own way, up to the end
+    else:  # the template changes the message, up to its end
         wanted = before + body + said[len(said.rstrip()) :]
     if wanted == text:
         return ids
@@ -97,7 +97,7 @@ def _marked(content: Any) -> tuple[Any, str | None]:
     and that text."""
     if isinstance(content, str):
         body = content.strip()
-        # Where no white space is lost, the message begins as it did: a template may look at it.
+        # If no white space is lost, the message keeps its beginning, which a template may examine.
         return (BEGIN if content[: len(body)] != body else "") + body + END, content
     if isinstance(content, list | tuple):
         for place in reversed(range(len(content))):

@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 
 from genlm.core.errors import InvalidOptionError
 
-#: How many characters of a value a message shows.
+#: The most characters of a value that a message shows.
 LONGEST_REPR = 200
 
 

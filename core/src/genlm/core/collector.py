@@ -9,9 +9,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: How many more objects there are before the collector searches the new ones. Python's default is
-#: 700 or 2,000, and a step of a thousand particles keeps 20,000 until it ends. Garbage among fewer
-#: than this waits, and may hold rows, so it is not more.
+#: How many new objects there must be before the collector searches them. Python's default is 700 or
+#: 2,000, but a step of a thousand particles keeps 20,000 objects until it ends. Garbage among fewer
+#: objects than this stays, and may hold rows, so the threshold is not higher.
 COLLECTION_THRESHOLD = 50_000
 
 
@@ -32,7 +32,8 @@ class Collector:
         self._lock = threading.RLock()  # re-entrant, because a signal handler may load a model
         self._users = 0
         self._before = COLLECTION_THRESHOLD
-        self._told = not hasattr(os, "register_at_fork")  # whether a fork calls leave_parent()
+        # Whether a fork calls leave_parent() already.
+        self._told = not hasattr(os, "register_at_fork")
 
     @contextmanager
     def rarely(self) -> Iterator[None]:
@@ -51,14 +52,15 @@ class Collector:
             yield
         finally:
             with self._lock:
-                if pid == self._pid:  # else this context was the parent's
+                if pid == self._pid:  # otherwise the parent process has entered this context
                     self._users -= 1
                     self._restore()
 
     def _restore(self) -> None:
         """Give the process its own setting back, once nobody asks for another."""
         now, *rest = gc.get_threshold()
-        if not self._users and now == COLLECTION_THRESHOLD:  # else it has been set meanwhile
+        # Otherwise the program has changed it meanwhile.
+        if not self._users and now == COLLECTION_THRESHOLD:
             gc.set_threshold(self._before, *rest)
 
     def _leave_parent(self) -> None:

@@ -12,14 +12,14 @@ from genlm.core.errors import InvalidQueryError
 
 TokenIds = tuple[int, ...]
 
-#: The most tokens of a context where the model has no limit, and the most contexts of a batch. They
-#: only end what has no end.
+#: The most tokens of a context if the model has no limit, and the most contexts of a batch. They
+#: end iterables that never end.
 MOST, MOST_CONTEXTS = 1 << 24, 1 << 20
 
-#: Tokens that are hashed, and shared by the contexts that extend one another, at a time.
+#: Token ids are hashed in blocks of this many, which contexts that extend one another share.
 BLOCK_TOKENS = 128
 
-#: What may be wrong where an id is a list.
+#: The explanation in an error if an id is itself a list.
 NESTED = ", a list in place of an id; methods that begin with batch_ take several contexts"
 
 
@@ -88,8 +88,8 @@ class Context(Sequence[int]):
     )  # fmt: skip
 
     _blocks: Block | None  # the full blocks of the ids
-    _tail: TokenIds  # the ids behind those, fewer than BLOCK_TOKENS
-    _ids: TokenIds | None  # all of them, once they have been asked for
+    _tail: TokenIds  # the ids after those, fewer than BLOCK_TOKENS
+    _ids: TokenIds | None  # all ids, once they have been requested
     length: int
     vocab_size: int
     hash_value: int
@@ -162,7 +162,7 @@ class Context(Sequence[int]):
             parts.append(block.token_ids)
             block = block.previous
         begin = 0 if block is None else block.end
-        if len(parts) == 1:  # what a context has grown by
+        if len(parts) == 1:  # the tokens by which a context has grown
             return self._tail[start - begin :]
         return tuple(itertools.chain(*reversed(parts)))[start - begin :]
 
@@ -233,7 +233,7 @@ class Context(Sequence[int]):
 
 def as_context(token_ids: Sequence[int]) -> Context:
     """Token ids that have been checked, as a context."""
-    # By its type: an abstract class makes isinstance() slow for what it is not.
+    # The type is compared, because isinstance() with an abstract class is slow if it is false.
     return token_ids if type(token_ids) is Context else Context(tuple(token_ids))
 
 
@@ -297,7 +297,7 @@ def are_ints(ids: Sequence[Any]) -> bool:
 
 
 def _as_ints(what: str, token_ids: Any, most: int) -> TokenIds:
-    if type(token_ids) in (list, tuple) and len(token_ids) <= most:  # by far the most often
+    if type(token_ids) in (list, tuple) and len(token_ids) <= most:  # the usual case
         ids = tuple(token_ids)
     else:
         ids = _read(what, token_ids, most)
@@ -319,7 +319,7 @@ def _read(what: str, token_ids: Any, most: int) -> tuple[Any, ...]:
         token_ids = _listed(what, token_ids)
     try:
         ids = tuple(token_ids if sized else itertools.islice(token_ids, most + 1))
-    except TypeError as error:  # chained: it may be of the caller's own generator
+    except TypeError as error:  # chained, because it may come from the caller's own generator
         raise InvalidQueryError(
             f"the {what} must be a sequence of token ids; got {safe_repr(token_ids)}"
             f"{unawaited(token_ids)}"

@@ -17,7 +17,8 @@ def copies_of(rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     few kernels make all of them; one for each would take longer than a forward."""
     import torch
 
-    # PyTorch has no copy of many. No number is below -inf, and nan stays nan.
+    # PyTorch has no function that copies many tensors at once. Clamping from below at -inf changes
+    # no number, and keeps nan.
     return torch._foreach_clamp_min([*rows], -math.inf) if rows else ()
 
 

@@ -17,14 +17,15 @@ from genlm.core.types import SamplingParams
 if TYPE_CHECKING:
     import torch
 
-#: What draws without a seed come from. It has no state, so a forked child draws others.
+#: The source of samples without a seed. It has no state, so a forked child draws other numbers.
 ENTROPY = random.SystemRandom()
 
-#: How many numbers are worked on at a time: what a CPU's cache holds, and what is little of an
-#: accelerator's memory.
+#: How many numbers are processed at a time: on a CPU as many as its cache holds, on an accelerator
+#: few compared with its memory.
 IN_CACHE, IN_MEMORY = 1 << 18, 1 << 22
 
-#: How many of the likeliest tokens top_p looks at first. A vocabulary is seldom sorted whole.
+#: The numbers of likeliest tokens that top_p considers first, so that a whole vocabulary is seldom
+#: sorted.
 LIKELIEST = (1 << 10, 1 << 14)
 
 
@@ -171,11 +172,11 @@ def _drawn(
         weights = _weights(rows, greatest, *how)
         mass = weights.cumsum(-1)
         whole = mass[:, -1:]
-        # The first token whose cumulative mass exceeds the point, so that one without mass is never
-        # drawn.
+        # The first token whose cumulative mass exceeds the point is drawn, so that a token without
+        # mass never is.
         drawn = torch.searchsorted(mass, numbers * whole, right=True)
         drawn.clamp_(max=rows.shape[-1] - 1)
-        if not on_cpu(rows.device):  # sums made in parallel may fall in their last bits
+        if not on_cpu(rows.device):  # sums computed in parallel may decrease in their last bits
             drawn = drawn.where(weights.gather(-1, drawn) > 0, rows.argmax(-1, keepdim=True))
         shares = weights.gather(-1, drawn) / whole
     return torch.cat([greatest, drawn, rows.gather(-1, drawn), shares.log()], -1)
@@ -195,7 +196,8 @@ def _weights(
     def weigh(logprobs: torch.Tensor) -> torch.Tensor:
         weights = logprobs.double().sub_(greatest)
         if temperature != 1:
-            weights /= min(max(temperature, 1e-300), 1e300)  # a GPU multiplies by the inverse
+            # The temperature is bounded because a GPU multiplies by its inverse.
+            weights /= min(max(temperature, 1e-300), 1e300)
         return weights.exp_()
 
     weights, width = weigh(rows), rows.shape[-1]
@@ -207,7 +209,7 @@ def _weights(
     elif few < width:
         _keep(weights, rows, _ordered(rows, few)[:, -1:], few)
     if min_p is not None:
-        weights.masked_fill_(weights < min_p, 0)  # the greatest is 1
+        weights.masked_fill_(weights < min_p, 0)  # the greatest weight is 1
     return weights
 
 
@@ -252,5 +254,6 @@ def _ordered(rows: torch.Tensor, few: int) -> torch.Tensor:
 
     if not on_cpu(rows.device):
         return rows.topk(few).values
-    greatest = np.partition(rows.numpy(), -few, axis=-1)[:, -few:]  # in a third of PyTorch's time
+    # This takes a third of PyTorch's time.
+    greatest = np.partition(rows.numpy(), -few, axis=-1)[:, -few:]
     return torch.from_numpy(-np.sort(-greatest, axis=-1))

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: How many contexts of one continuation are asked at a time, if the engine does not score itself.
-#: Each may take as much key/value state as the whole context.
+#: How many prefixes of one continuation are requested at a time if the engine does not score
+#: itself. Each may take as much KV cache as the whole context.
 MAX_PREFIXES_AT_ONCE = 32
 
-#: Queries, and a continuation of each.
+#: Queries, each with a continuation.
 Continuations = Sequence[tuple[Query, TokenIds]]
 
-#: Queries, and how to draw after each.
+#: Queries, each with the parameters of a sample.
 Draws = Sequence[tuple[Query, SamplingParams]]
 
 
@@ -40,7 +40,7 @@ def blocking_form(
 ) -> Callable[Concatenate[Any, P], T]:
     """A method that does the same and blocks. It takes the same arguments."""
 
-    @functools.wraps(ask, updated=())  # a mark of coroutines is not its own
+    @functools.wraps(ask, updated=())  # the attribute that marks coroutines is not copied
     def asks(self: GenerationMixin, /, *given: P.args, **options: P.kwargs) -> T:
         self._batcher.require_open()
         own: Callable[P, Coroutine[Any, Any, T]] = getattr(self, ask.__name__)
@@ -63,7 +63,7 @@ class Drawing(AsyncGenerator[int, None]):
     async def athrow(self, *error: Any) -> int:
         return await self._tokens.athrow(*error)
 
-    async def aclose(self) -> None:  # the one that is inherited fails where the draw has ended
+    async def aclose(self) -> None:  # the inherited method fails if the sample has ended
         await self._tokens.aclose()
 
     def __await__(self) -> NoReturn:

@@ -26,7 +26,7 @@ def _by_name(table: Mapping[str, str]) -> Mapping[str, str]:
 
 _ON_TOP = "is for what is built on top of a model; docs/how-to/on-top.md says with what"
 
-#: Arguments of other tools, and what to use here.
+#: Arguments of other tools, each with what to use here.
 ARGUMENTS = _by_name(
     {
         "adapter adapter_name lora lora_request": (
@@ -52,7 +52,7 @@ ARGUMENTS = _by_name(
 
 _LOADING = "give it when the model is loaded, for instance load_model_by_name(name, {}=...)"
 
-#: Attributes of a model of genlm-backend 0.3, and what to use here.
+#: Attributes of a model of genlm-backend 0.3, each with what to use here.
 LM = _by_name(
     {
         "add_query batch_evaluate_queries queries timer": (
@@ -67,7 +67,7 @@ LM = _by_name(
     }
 )
 
-#: Methods and attributes of other tools, and what to use here.
+#: Methods and attributes of other tools, each with what to use here.
 METHODS = _by_name(
     {
         "active_adapters list_adapters list_loras lora_adapters loras": (
@@ -124,7 +124,7 @@ METHODS = _by_name(
     }
 )
 
-#: Names that are looked for in the package, and where they are.
+#: Names that users look for in the package, each with its place.
 PACKAGE = _by_name(
     {
         "AsyncLLM AutoModel AutoModelForCausalLM LLM load load_llm load_model": (
@@ -144,7 +144,7 @@ PACKAGE = _by_name(
     }
 )
 
-#: Those of its trie.
+#: Attributes of genlm-backend's trie, each with what to use here.
 TRIE = _by_name(
     {
         "M dst_indices ordering src_indices": "trie.weight_sum and trie.weight_max do it all",
@@ -188,7 +188,7 @@ def missing_name(module: ModuleType, name: str) -> AttributeError | ImportError:
     if name not in PACKAGE:
         return AttributeError(message, name=name, obj=module)
     message = f"{message}: {PACKAGE[name]}"
-    asks = sys._getframe(2).f_code  # that of importlib, if an import asks
+    asks = sys._getframe(2).f_code  # the code of importlib, if an import looks up the name
     if asks.co_name == "_handle_fromlist":
         return ImportError(message, name=module.__name__)
     return AttributeError(message, name=name, obj=None)
@@ -221,7 +221,8 @@ def blocks(method: Callable[P, None]) -> Callable[P, None]:
         method(*args, **options)
         try:
             asyncio.get_running_loop()
-        except RuntimeError:  # nothing can be awaited here, and an interpreter would show a result
+        # Nothing can be awaited here, and an interactive interpreter would show a result.
+        except RuntimeError:
             return None
         return cast(None, Done(method.__name__))
 
@@ -233,7 +234,7 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
     with :class:`InvalidOptionError`, where Python has a bare ``TypeError``. A coroutine's are
     rejected when it is called. ``**options`` are those of drawing."""
     name = function.__name__
-    parameters = [*inspect.signature(function).parameters.values()][1:]  # without self
+    parameters = [*inspect.signature(function).parameters.values()][1:]  # without `self`
     most = 1 + sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
     named = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
     needed = [each.name for each in parameters if each.default is each.empty and each.name in named]
@@ -249,7 +250,8 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
                 message = f"{name} has no argument {option}{hint and f': {hint}'}"
                 raise InvalidOptionError(f"{message}; it has {', '.join(known)}")
         if len(args) > most:
-            more_by_name = known[most - 1 :]  # what may have been meant, in this order
+            # The parameters that may have been meant, in this order.
+            more_by_name = known[most - 1 :]
             hint = f"; write {more_by_name[0]}={safe_repr(args[most])}" if more_by_name else ""
             raise InvalidOptionError(
                 f"{name} takes {', '.join(known[: most - 1])} by position; "

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 log = get_logger()
 
-#: What ends the model when a wrapper raises it. Any other exception that is no ``Exception`` (a
-#: cancelled task, a panic of a library in Rust) is treated like one.
+#: The exceptions of a wrapper that end the model. Any other exception that is not an ``Exception``
+#: (a cancelled task, a panic of a Rust library) counts as an ``Exception``.
 FATAL = (KeyboardInterrupt, SystemExit)
 CANCELLED = "CancelledError: something that it waited for was cancelled"
 
-#: pluggy's caller of one ``genlm_process_logprobs``: returns a list of the new rows.
+#: pluggy's caller of one ``genlm_process_logprobs``, which returns a list of the new rows.
 Processor = Callable[..., "torch.Tensor"]
 
 
@@ -62,14 +62,15 @@ class HookCalls:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         try:
-            for hooked in (*reversed(around), own):  # pluggy begins with the last one registered
+            # Pluggy calls the hook that was registered last first.
+            for hooked in (*reversed(around), own):
                 self._manager.register(hooked)
             self._manager.check_pending()
         except (pluggy.PluginValidationError, ValueError) as error:
             raise PluginError(f"{owner}: {error}") from error
         self._arguments = own.arguments
         processors, self._begins, self._ended = map(self._one_by_one, WRAPPER_HOOKS)
-        #: What changes rows, by name, in the order in which it does.
+        #: The wrappers that change rows, by name, in the order in which they are applied.
         self.processors: list[tuple[str, Processor]] = processors
         self._observed = bool(self._begins or self._ended)
         self._failed_observers: set[str] = set()
@@ -146,11 +147,11 @@ class HookCalls:
             result = getattr(self._manager.hook, hook)(**arguments)
             if hook != "genlm_step":
                 return result
-            if isinstance(result, Answer):  # itself a tuple
+            if isinstance(result, Answer):  # an answer is itself a tuple
                 return (result,)
             several = isinstance(result, (list, Iterable))
             return tuple(result) if several else (result,)
-        except asyncio.CancelledError as error:  # it would end the engine thread
+        except asyncio.CancelledError as error:  # a CancelledError would end the engine thread
             raise RuntimeError(CANCELLED) from error
         except BaseException as error:
             clear_pluggy(error)

@@ -11,11 +11,11 @@ from genlm.core import hookspecs
 from genlm.core.errors import PluginError
 from genlm.core.hints import nearest
 
-#: How the names of hooks begin, and all of them.
+#: The prefix of the names of hooks, and all hooks.
 PREFIX = f"{hookspecs.PROJECT}_"
 HOOKS = [name for name in vars(hookspecs) if name.startswith(PREFIX)]
 
-#: The hooks of wrappers: the one that changes rows, and the two that observe calls.
+#: The hooks of wrappers: one that changes rows, and two that observe calls.
 PROCESS, BEGINS, ENDED = WRAPPER_HOOKS = (
     "genlm_process_logprobs",
     "genlm_call_begins",
@@ -46,10 +46,11 @@ class Hooked:
                 f"{owner} is a function; make it a method of a class, and give an object of that"
             )
         self.owner, self.given = owner, given
-        #: The arguments that the object's implementation of each hook takes.
+        #: For each hook, the arguments that the object's implementation takes.
         self.arguments: dict[str, list[str]] = {}
         for attribute in dir(given):
-            static = inspect.getattr_static(given, attribute, None)  # runs no property
+            # getattr_static runs no property.
+            static = inspect.getattr_static(given, attribute, None)
             mark = getattr(getattr(static, "__func__", static), f"{PREFIX}impl", None)
             marked = isinstance(mark, dict) and (mark.get("specname") or attribute[0] != "_")
             if not (marked or attribute.startswith(PREFIX)):
@@ -77,7 +78,7 @@ class Hooked:
         if inspect.iscoroutinefunction(function):
             raise PluginError(f"{what} is async; hooks are plain functions: write def")
         there = list(inspect.signature(getattr(hookspecs, name)).parameters)
-        # As pluggy does: an argument with a default is not given.
+        # Like pluggy, leave out arguments that have a default.
         taken = [
             each.name
             for each in inspect.signature(function).parameters.values()

@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 
 from genlm.core.context import BLOCK_TOKENS, Context, TokenIds, are_ints
 
-#: How many of its last token ids, with its length, are the key of a known context.
+#: A known context is found by its length and this many of its last token ids.
 ENDING_TOKENS = 16
 
 
@@ -20,7 +20,7 @@ class KnownContexts:
     """
 
     def __init__(self) -> None:
-        # A weak dictionary is safe to use from several threads.
+        # A weak dictionary can be used from several threads.
         self._by_ending: WeakValueDictionary[tuple[int, TokenIds], Context] = WeakValueDictionary()
 
     def find(self, token_ids: Any, vocab_size: int) -> Context | None:
@@ -31,7 +31,7 @@ class KnownContexts:
             vocab_size: The number of ids that the model has.
         """
         if type(token_ids) not in (list, tuple) or len(token_ids) <= BLOCK_TOKENS:
-            return None  # to check it costs as little
+            return None  # checking the ids costs no more
         ids = tuple(token_ids)
         if not are_ints(ids[-ENDING_TOKENS:]) or not 0 <= ids[-1] < vocab_size:
             return None
@@ -52,7 +52,7 @@ class KnownContexts:
     def _look_up(self, ids: TokenIds) -> Context | None:
         try:
             context = self._by_ending.get((len(ids), ids[-ENDING_TOKENS:]))
-        except TypeError:  # what is no id may have no hash
+        except TypeError:  # a value that is not an id may be unhashable
             return None
-        # 1.0 and True are equal to an id, and an array has no truth value.
+        # The types are checked because 1.0 and True equal an id, and an array has no truth value.
         return context if context and are_ints(ids) and context.holds(ids) else None

@@ -141,7 +141,7 @@ class AsyncLM(GenerationMixin):
             engine = LoadedEngine(load(), backend, wrappers, core)
             return EngineExecutor(engine, cache, adapters, counters, timeline, core.keeps_frames)
 
-        self._name: str | None = None  # of the model, if it was loaded by name
+        self._name: str | None = None  # the name of the model, if it was loaded by name
         self._batcher = Batcher(
             start,
             name=f"genlm-{backend}",
@@ -152,8 +152,8 @@ class AsyncLM(GenerationMixin):
             lock=cache.lock,
             keeps_frames=core.keeps_frames,
         )
-        # Before it starts: an interrupt must leave no thread. At exit the batcher ends itself, and
-        # waits.
+        # The finalizer exists before the thread starts, so that an interrupt leaves no thread
+        # behind. At exit, the batcher ends itself, and waits.
         weakref.finalize(self, self._batcher.stop).atexit = False
         self._executor: EngineExecutor = self._batcher.start()
         self._engine = self._executor.engine
@@ -327,7 +327,7 @@ class AsyncLM(GenerationMixin):
     @property
     def stats(self) -> Stats:
         """What has been done since the model was loaded."""
-        hits = self._cache.hits  # those that the batcher has not seen
+        hits = self._cache.hits  # hits that the batcher has not seen
         seconds: dict[str, Any] = {f"{s}_seconds": t for s, t in self._timeline.spent().items()}
         stats = Stats(**self._batcher.counters, **seconds)
         return evolve(stats, requests=stats.requests + hits, cache_hits=stats.cache_hits + hits)
@@ -376,7 +376,7 @@ class AsyncLM(GenerationMixin):
         self.close()
 
     async def __aenter__(self) -> Self:
-        running_loop()  # the end of the block needs it, and here nothing is lost yet
+        running_loop()  # the end of the block needs a loop, and fails here before anything is lost
         return self.__enter__()
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -399,7 +399,8 @@ class AsyncLM(GenerationMixin):
             raise UnsupportedError("load_model_by_name(name, backend) loads a model")
 
         def __setattr__(self, name, value):
-            if name in CORE and not hasattr(type(self), name):  # a subclass may have its own
+            # A subclass may have a method of its own.
+            if name in CORE and not hasattr(type(self), name):
                 raise missing_attribute(self, name, LM, CORE)
             super().__setattr__(name, value)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-#: Levels that are shown once structlog is configured.
+#: Levels that are shown only once structlog is configured.
 QUIET = ("debug", "info")
 
 

@@ -42,8 +42,8 @@ from genlm.core.types import (
 if TYPE_CHECKING:
     import torch
 
-#: ``load_model_by_name("mock", backend="mock")`` uses the built-in tokenizer; any other name is a
-#: Hugging Face tokenizer's.
+#: The name in ``load_model_by_name("mock", backend="mock")`` that selects the built-in tokenizer.
+#: Any other name is that of a Hugging Face tokenizer.
 BUILT_IN = "mock"
 
 
@@ -67,8 +67,8 @@ class ByteTokenizer:
         return [*(bytes([byte]) for byte in range(256)), b"<|bos|>", b"<|eos|>"]
 
 
-#: The most tokens that are drawn in one call, which nothing ends early. Of longer draws the core
-#: asks row by row, so that others come between and a caller may leave.
+#: The most tokens that are drawn in one call, which cannot be interrupted. The core draws longer
+#: samples row by row, so that other requests come between and a caller may cancel.
 LONGEST_DRAW = 200
 
 
@@ -99,13 +99,13 @@ class MockEngine:
     _on_adapter: Callable[[Adapter], None] | None = field(default=None, kw_only=True)
     max_context: int | None = field(default=None, kw_only=True)
     adapters: dict[int, Adapter] = field(init=False, factory=dict)  # by version
-    pinned: set[Query] = field(init=False, factory=set)  # read by engines made from this one
+    pinned: set[Query] = field(init=False, factory=set)  # engines made from this one read it
     vocab_size: int = field(init=False)
     device, model = "cpu", None
 
     @vocab_size.default
     def _all_of_the_tokenizer(self) -> int:
-        if hasattr(self.tokenizer, "get_vocab"):  # its ids may have gaps
+        if hasattr(self.tokenizer, "get_vocab"):  # ids may have gaps
             return max(self.tokenizer.get_vocab().values(), default=-1) + 1
         sized = hasattr(self.tokenizer, "__len__")
         return len(self.tokenizer if sized else self.tokenizer.token_bytes())
@@ -146,7 +146,8 @@ class MockEngine:
                     f"_get_logprobs gave a row of shape {tuple(row.shape)}; the tokenizer has "
                     f"{self.vocab_size} tokens: give at most as many values"
                 )
-            # A narrower one is that of a model that lacks the last tokens, as an engine's may be.
+            # A narrower row is that of a model that lacks the last tokens, as an engine's row may
+            # be.
             lacking = self.vocab_size - row.shape[0]
             return torch.nn.functional.pad(row, (0, lacking), value=-torch.inf) if lacking else row
         return hashed_row(query.token_ids, query.adapter, self.vocab_size)
@@ -230,10 +231,10 @@ class ContinuousMockEngine(MockEngine):
     def __init__(self, tokenizer: Any, *, steps: int = 2, **options: Any) -> None:
         super().__init__(tokenizer, **options)
         self._steps = steps
-        self._in_flight: dict[Request, int] = {}  # how many steps each still takes
-        self._alarm = threading.Lock()  # free once the engine has been woken
+        self._in_flight: dict[Request, int] = {}  # for each request, how many steps it still takes
+        self._alarm = threading.Lock()  # released once the engine has been woken
         self._alarm.acquire()
-        self._due: float | None = None  # when the step under way ends
+        self._due: float | None = None  # when the current step ends
 
     @hookimpl
     def genlm_step(
@@ -247,7 +248,7 @@ class ContinuousMockEngine(MockEngine):
 
     @hookimpl
     def genlm_wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it is free already
+        with contextlib.suppress(RuntimeError):  # it is already released
             self._alarm.release()
 
     def advance(
@@ -315,7 +316,7 @@ class MockAsyncLM(AsyncLM):
 
     def __init__(self, tokenizer: Any = None, **options: Any) -> None:
         self._rng = np.random.RandomState(42)
-        # The engine must not keep the model from being collected.
+        # A weak reference, because the engine must not keep the model from being collected.
         ours = weakref.WeakMethod(self._get_logprobs)
 
         def row(token_ids: Sequence[int]) -> Any:
@@ -326,7 +327,7 @@ class MockAsyncLM(AsyncLM):
 
         overridden = type(self)._get_logprobs is not MockAsyncLM._get_logprobs
         if overridden and "cache_opts" not in options:
-            options.setdefault("cache_size", 0)  # its answers may change
+            options.setdefault("cache_size", 0)  # a user's own method may change its answers
         core, own = CoreOptions.split(options)
         super().__init__(lambda: _engine(tokenizer, own, row=row), backend="mock", **core)
 

@@ -117,14 +117,16 @@ class BytePrefix:
     lm: AsyncLM
     _adapter: Adapter | None
     _trie: TokenCharacterTrie
-    _is_text: npt.NDArray[np.bool_]  # of each item by rank: not special, and not without bytes
+    # Of each item by rank: whether it is neither special nor without bytes.
+    _is_text: npt.NDArray[np.bool_]
     _min_share: float
     _first: Reading
     _readings: tuple[Reading, ...]
-    _cut: bool = False  # whether one has been left out
+    _cut: bool = False  # whether a tokenisation has been left out
     text: bytes = b""
     logprob: float = 0.0
-    _asked: list[list[Reading]] = field(init=False, factory=list)  # the readings, with all rows
+    # The readings, once all their rows are known.
+    _asked: list[list[Reading]] = field(init=False, factory=list)
 
     @classmethod
     async def after(
@@ -155,7 +157,7 @@ class BytePrefix:
         if not (hasattr(lm, "byte_vocab") and isinstance(trie, TokenCharacterTrie | None)):
             wanted = "a model, a context and, if you have it, a TokenCharacterTrie"
             raise InvalidInputError(f"give {wanted}; got {safe_repr(lm)}, trie={safe_repr(trie)}")
-        # Read now: the list may change later, and the default.
+        # Read now, because the list and the default adapter may change later.
         context, adapter = lm.context(token_ids), lm._adapters.resolve(lora_name)
         vocab = lm.byte_vocab
         if trie is None:
@@ -228,7 +230,7 @@ class BytePrefix:
             InvalidInputError: There are more than ``limit``.
         """
         trie, nodes = self._trie, self._trie.nodes
-        ways = [1] + [0] * len(more)  # to write the bytes up to each place
+        ways = [1] + [0] * len(more)  # the number of ways to write the bytes up to each place
         contexts = 0
         for begin in range(len(more)):
             contexts += ways[begin]
@@ -262,10 +264,10 @@ class BytePrefix:
                     raise
                 raise InvalidQueryError(f"{error}: the text after it needs room, too") from None
             if begun and (outdated := self.lm._adapters.outdated(self._adapter)) is not None:
-                raise outdated  # the rows before are another adapter's
+                raise outdated  # the earlier rows belong to another adapter
             for reading, row in zip(begun, rows, strict=True):
                 masses = row.detach().cpu().double().exp().numpy()[self._trie.positions]
-                if masses.any():  # else nothing comes next, as where a wrapper bans all
+                if masses.any():  # otherwise nothing can come next, as if a wrapper bans all tokens
                     no_byte = float(masses[~self._is_text].sum())
                     masses[~self._is_text] = 0.0
                     inside.append(evolve(reading, masses=masses, no_byte=no_byte))
@@ -280,7 +282,8 @@ class BytePrefix:
             logprob = float(np.logaddexp.reduce([r.mass for r in grown], initial=-math.inf))
         inside = [going for reading in grown if (going := reading.going_on(nodes))]
         ended = [end for reading in grown for end in reading.endings(self._trie)]
-        # Compared with what ends here, so that a byte which surprises those inside has a way too.
+        # The share is relative to the tokenisations that end here, so that a byte which is unlikely
+        # inside all tokens can be followed too.
         least = max((each.mass for each in ended or inside), default=logprob)
         least += math.log(self._min_share) if self._min_share else -math.inf
         likely = tuple(reading for reading in (*inside, *ended) if reading.mass >= least)

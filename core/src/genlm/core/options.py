@@ -16,7 +16,7 @@ from genlm.core.hints import nearest
 
 CACHE_OPTIONS = ("maxsize", "max_bytes", "move_to_cpu")
 
-#: What turns off an option in the environment.
+#: The values that turn off an option in the environment.
 OFF = ("", "0", "false", "no", "off")
 
 
@@ -142,7 +142,7 @@ class CoreOptions:
         return _raise if wanted else None
 
 
-#: Their names.
+#: The names of the core's options.
 CORE = [attribute.name for attribute in fields(CoreOptions)]
 
 

@@ -28,7 +28,7 @@ log = get_logger()
 BACKENDS = "genlm.backends"
 WRAPPERS = "genlm.wrappers"
 
-#: The distribution to install for a backend that is not there. Others are found once they are
+#: The distribution to install for a missing backend. Other backends are found once they are
 #: installed.
 KNOWN = {
     "hf": "genlm-hf",
@@ -38,7 +38,7 @@ KNOWN = {
     "ray": "genlm-ray",
 }
 
-#: What a backend may be called by who knows its engine.
+#: The backend for each name by which users know its engine.
 ENGINES = {
     "transformers": "hf",
     "huggingface": "hf",
@@ -188,7 +188,8 @@ def _loaded(kind: str, entry_point: EntryPoint) -> object:
     try:
         found = entry_point.load()
         return found() if inspect.isclass(found) else found
-    except (Exception, SystemExit) as error:  # a module that exits must not end the whole program
+    # A module that calls sys.exit must not end the whole program.
+    except (Exception, SystemExit) as error:
         raise BackendImportError(
             f"{kind} {entry_point.name!r} is installed ({distribution(entry_point)}), but "
             f"importing {entry_point.value} failed: {describe_error(error)}; repair or uninstall it"

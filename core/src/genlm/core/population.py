@@ -73,11 +73,11 @@ class Population:
         self.device = torch.device(lm._engine.device)
         ids = torch.tensor(prompt.token_ids, device=self.device)
         self._tokens = ids.expand(self.n, -1).clone()
-        self._longest = prompt.length  # of what any particle can have
+        self._longest = prompt.length  # of the longest particle
         self.length = torch.full((self.n,), prompt.length, device=self.device)
         self.ended = torch.zeros(self.n, dtype=torch.bool, device=self.device)
-        # The same on the host, where requests are made: contexts, and of those that have ended the
-        # last token.
+        # The same state on the host, where requests are made: contexts and, for ended particles,
+        # their last token.
         self._contexts = [prompt] * self.n
         self._last: list[int | None] = [None] * self.n
 
@@ -206,7 +206,7 @@ class Population:
         over = (
             self.ended if ended is None else self.ended | self._vector("ended", ended, torch.bool)
         )
-        drawn, gone = torch.stack([ids, over.long()]).tolist()  # the one wait
+        drawn, gone = torch.stack([ids, over.long()]).tolist()  # the only wait for the device
         token_ids_of(
             "extension",
             [token for token, last in zip(drawn, self._last, strict=True) if last is None],

@@ -61,13 +61,15 @@ def draw(rows: torch.Tensor, uniforms: list[float], allowed: list[Any]) -> list[
     mass = weights.cumsum(-1)
     whole = mass[:, -1:]
     points = torch.tensor(uniforms, dtype=torch.float64, device=mass.device)[:, None] * whole
-    # Below the whole, also where the product was rounded: the token found has a mass of its own.
+    # Points stay below the whole, even if the product was rounded up, so that the token that is
+    # found has mass of its own.
     points = points.minimum(whole.nextafter(whole.new_tensor(-math.inf)))
     drawn = torch.searchsorted(mass, points, right=True).clamp_(max=mass.shape[-1] - 1)
-    if not on_cpu(rows.device):  # sums made in parallel may fall in their last bits
+    if not on_cpu(rows.device):  # sums computed in parallel may decrease in their last bits
         drawn = drawn.where(weights.gather(-1, drawn) > 0, weights.argmax(-1, keepdim=True))
     token_ids = drawn if ids is None else ids[drawn]
-    found, logs = torch.cat([token_ids.double(), whole.log()], -1).T.tolist()  # the one wait
+    # The only wait for the device.
+    found, logs = torch.cat([token_ids.double(), whole.log()], -1).T.tolist()
     return [*zip(map(int, found), logs, strict=True)]
 
 

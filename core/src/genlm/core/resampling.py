@@ -133,7 +133,8 @@ def _ancestors(log_weights: Any, uniforms: Any, strata: bool) -> Any:
         raise InvalidInputError(f"uniform numbers are from 0 to below 1; got {safe_repr(uniforms)}")
     if strata:
         points = (torch.arange(n, dtype=torch.float64, device=weights.device) + points) / n
-    # Below the whole, also where the product was rounded: no particle without weight is found.
+    # Points stay below the whole, even if the product was rounded up, so that no particle without
+    # weight is found.
     points = (points * whole).minimum(whole.nextafter(whole.new_tensor(-math.inf)))
     found = torch.searchsorted(cumulative, points, right=True).clamp_(max=n - 1)
     return found.to(log_weights.device) if isinstance(log_weights, torch.Tensor) else found.numpy()
@@ -147,7 +148,7 @@ def _weights(log_weights: Any) -> torch.Tensor:
     """
     import torch
 
-    mps = isinstance(log_weights, torch.Tensor) and log_weights.is_mps  # has no float64
+    mps = isinstance(log_weights, torch.Tensor) and log_weights.is_mps  # MPS has no float64
     try:
         given = torch.as_tensor(log_weights.cpu() if mps else log_weights, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-#: What a caller gets of an engine that reduces rows itself: the one result.
+#: Makes the caller's result for an engine that reduces rows itself: the only one.
 the_result = itemgetter(0)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-#: A token this likely is the most likely one, however its score was rounded: no row is needed.
+#: A token with at least this log-probability is the most likely one, however its score was rounded,
+#: so no row is needed.
 LIKELIEST: Final = -0.5
 
 

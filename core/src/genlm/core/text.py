@@ -19,10 +19,11 @@ from genlm.core.options import unknown_argument
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.tokenization import Token
 
-#: What makes a tokenizer's ``apply_chat_template`` return a list of ids.
+#: The arguments with which a tokenizer's ``apply_chat_template`` returns a list of ids.
 IDS_ONLY = {"tokenize": True, "return_dict": False}
 
-#: What transformers says of a tokenizer that has no template and needs one. Some need none.
+#: transformers' message about a tokenizer that needs a template and has none. Some tokenizers need
+#: none.
 NO_TEMPLATE = "chat_template is not set"
 
 
@@ -187,11 +188,12 @@ class TextMixin:
                     f"lm.tokenizer.{method}"
                 )
         named = _arguments(type(self._engine.tokenizer), method)
-        if len(named) <= 2:  # it passes on what comes
+        if len(named) <= 2:  # then it passes its arguments on
             return
         known = named.union(variables)
         for name in options.keys() - known:
-            attribute = hasattr(self._engine.tokenizer, name)  # and a default, as some are
+            # Some tokenizers have the attribute, with a default.
+            attribute = hasattr(self._engine.tokenizer, name)
             if not attribute and (not variables or nearest(name, known, 0.8)):
                 raise unknown_argument(f"{method} of the tokenizer", "option", name, known)
 
@@ -220,7 +222,7 @@ class TextMixin:
                 f"row must have the shape ({self._engine.width},); it has {tuple(values.shape)}"
             )
         best = values.topk(min(k, self._engine.width))
-        if not (most := float(best.values[0])) <= 1e-3:  # NaN, or above what rounding makes of 0
+        if not (most := float(best.values[0])) <= 1e-3:  # NaN, or more than rounding can make of 0
             raise InvalidInputError(
                 f"row must be log-probabilities, but its greatest value is {most:.6g}; give the "
                 "model's row itself, without exp()"

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-#: The most numbers in the matrix of one call on an accelerator, which is waited for in each call:
-#: 256 MiB of float32, which are 1,365 rows of 49,152 tokens.
+#: The most numbers in the matrix of one call on an accelerator. Each call waits for the device. As
+#: float32, these are 256 MiB, or 1,365 rows of 49,152 tokens.
 NUMBERS_PER_CALL = 1 << 26
 
-#: In which results tensors are looked for.
+#: The types of results in which tensors are searched.
 CONTAINERS = (tuple, list, dict)
 
 
@@ -107,7 +107,7 @@ class together(Generic[R]):
     ) -> list[R | Exception]:
         """The result of each caller, or the exception in its place."""
         thens, results = zip(*calls, strict=True)
-        rows: Sequence[torch.Tensor] = [*chain.from_iterable(results)]  # one each
+        rows: Sequence[torch.Tensor] = [*chain.from_iterable(results)]  # one row each
         given: Sequence[Sequence[Any]] = [*map(attrgetter("given"), thens)]
         most = IN_CACHE if on_cpu(rows[0].device) else NUMBERS_PER_CALL
         some = max(1, most // len(rows[0]))
@@ -125,7 +125,7 @@ class together(Generic[R]):
             return self._called(torch.stack([*rows]), given)
         except Exception as error:
             if len(rows) == 1:
-                let_go(error)  # its calls hold rows
+                let_go(error)  # the frames of its calls hold rows
                 return [error]
         middle = len(rows) // 2
         return self._isolated(rows[:middle], given[:middle]) + self._isolated(
@@ -136,7 +136,8 @@ class together(Generic[R]):
         columns = map(list, zip(*given, strict=True))
         results = [*self.function(rows, *columns)]
         if len(results) != len(rows):
-            # Not tried again: alone, a function that returns one result would seem right.
+            # This is not tried again: for a single row, a function that returns one result would
+            # seem right.
             wrong = (
                 f"{self!r} returned {len(results)} results for {len(rows)} rows; return one each"
             )
@@ -153,8 +154,8 @@ class Then(JointCombiner[R]):
         self.function, self.together, self.given = function, function.results_of, given
 
 
-#: What becomes of the rows of several contexts: one function and its arguments for all of them, or
-#: one for each.
+#: What is applied to the rows of several contexts: one function with its arguments for all of them,
+#: or one for each.
 Thens = Then[R] | Iterable[Then[R]]
 
 
@@ -199,7 +200,9 @@ def own(results: list[Any]) -> list[Any]:
     import torch
 
     left = results
-    while left:  # the types first: tuples of plain numbers, the most frequent, cost next to nothing
+    # Types are compared first, so that tuples of plain numbers, the most frequent case, cost almost
+    # nothing.
+    while left:
         kinds = {*map(type, left)}
         if any(issubclass(kind, torch.Tensor) for kind in kinds):
             return [*map(_own, results)]
@@ -222,6 +225,6 @@ def _own(result: Any) -> Any:
         return result.clone() if is_part(result) else result
     if isinstance(result, dict):
         return {key: _own(value) for key, value in result.items()}
-    if isinstance(result, tuple) and hasattr(result, "_fields"):  # a named one
+    if isinstance(result, tuple) and hasattr(result, "_fields"):  # a named tuple
         return type(result)(*map(_own, result))
     return type(result)(map(_own, result)) if isinstance(result, CONTAINERS) else result

@@ -158,7 +158,7 @@ def why_unavailable(info: BackendInfo) -> str | None:
 
     try:
         installed = version(info.engine)
-    except PackageNotFoundError:  # a module without a distribution: only loading can tell
+    except PackageNotFoundError:  # for a module without a distribution, only loading shows it
         return None
     if SpecifierSet(info.versions).contains(installed, prereleases=True):
         return None
@@ -329,8 +329,8 @@ class Engine(Protocol):
       remedy, for messages.
     """
 
-    # Properties, because the core only reads them: an engine may have plain attributes, of narrower
-    # types.
+    # These are properties, because the core only reads them: an engine may have plain attributes,
+    # of narrower types.
     @property
     def tokenizer(self) -> Any: ...
 

@@ -20,7 +20,7 @@ from genlm.core.cli.model import Commands
 from genlm.core.errors import GenlmError
 from genlm.core.installation import pip_install
 
-#: In the order of ``genlm --help``.
+#: The subcommands, in the order of ``genlm --help``.
 COMMANDS = (sample, top, backends, doctor)
 
 #: Subcommands of other distributions, which may not be installed.
@@ -29,27 +29,28 @@ ELSEWHERE = {
     **dict.fromkeys(("bench", "conformance", "new-plugin"), "genlm-conformance"),
 }
 
-#: What a shell reports of a program that was interrupted.
+#: The exit status that a shell reports for an interrupted program.
 INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed, as by `2>&-`
+        if getattr(sys, name) is None:  # the stream is closed, as by `2>&-`
             setattr(sys, name, open(os.devnull, mode, errors="replace"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # texts may have what the output cannot show
+    # Texts may have characters that the output cannot show.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     given = sys.argv[1:] if arguments is None else arguments
     first = next((word for word in given if not word.startswith("-")), None)
-    options = argparse.Namespace(traceback=True)  # of what is no command's error
+    options = argparse.Namespace(traceback=True)  # used for errors outside of any command
     try:
         try:
             options = parser(first).parse_args(given)
             return int(options.run(options))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough: `genlm sample ... | head`
+    except BrokenPipeError:  # the reader stopped reading, as in `genlm sample ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -84,8 +85,8 @@ def parser(first: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_to(commands)
-    if first not in commands.choices:  # to import those of other distributions takes a second
-        # A distribution of another version may still bring one that is the core's now.
+    if first not in commands.choices:  # importing subcommands of other distributions takes a second
+        # A distribution of another version may still have a subcommand that is now the core's.
         given = entry_points(group="genlm.commands")
         installed = [entry for entry in given if entry.name not in commands.choices]
         for entry in [entry for entry in installed if entry.name == first] or installed:

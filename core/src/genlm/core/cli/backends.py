@@ -58,7 +58,7 @@ def _backend_row(name: str) -> tuple[str, str, str, str]:
 def _version(name: str) -> str:
     try:
         return version(name)
-    except (PackageNotFoundError, ValueError):  # the latter where the plugin names no distribution
+    except (PackageNotFoundError, ValueError):  # ValueError if the plugin names no distribution
         return ""
 
 

@@ -17,7 +17,7 @@ from genlm.core.cli.terminal import Progress, table
 from genlm.core.errors import BackendNotFoundError
 from genlm.core.plugins import available_backends, choose_backend
 
-#: How long to wait for a tool of the system, seconds.
+#: Seconds to wait for a tool of the system.
 TOOL_TIMEOUT_SECONDS = 10.0
 
 

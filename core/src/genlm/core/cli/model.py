@@ -99,7 +99,8 @@ def loaded(
         **more: Options of the load that the command itself gives.
     """
     own = {**own_options(options), **more}
-    if not sys.stderr.isatty():  # before transformers is imported, whose bars know no better
+    # Set before transformers is imported; its progress bars do not check this.
+    if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     out = sys.stdout
     progress = Progress()

@@ -8,13 +8,13 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-#: From this ratio of two times on, `genlm doctor` advises the faster way.
+#: From this ratio of two times on, `genlm doctor` recommends the faster way.
 SLOWER_RATIO = 1.2
 
-#: How often the sides take turns, and for how many seconds each time.
+#: How many times the two sides take turns, and the seconds of each turn.
 ROUNDS, SECONDS = 5, 0.03
 
-#: A product of a small model: rows, columns before, columns after.
+#: The size of a product in a small model: rows, input columns, output columns.
 SHAPE = (32, 576, 1536)
 
 

@@ -35,7 +35,7 @@ def sample_texts(options: argparse.Namespace) -> int:
     how = {
         name: getattr(options, name) for name in ("temperature", "seed", "top_k", "top_p", "min_p")
     }
-    checked_params(options.max_tokens, [], **how)  # before the model is loaded
+    checked_params(options.max_tokens, [], **how)  # checked before the model is loaded
     with loaded(options, options.backend) as (lm, out):
         ids = prompt_ids(lm, options)
         asyncio.run(print_samples(lm, ids, n, options.max_tokens, how, out))

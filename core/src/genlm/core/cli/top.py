@@ -24,7 +24,8 @@ def print_top(options: argparse.Namespace) -> int:
     with loaded(options, options.backend) as (lm, _):
         row = lm.next_token_logprobs_sync(prompt_ids(lm, options))
         tokens = lm.top_logprobs(row, k)
-    print(lines(tokens))  # here the bars suit the output, not the standard error
+    # Computed here, because the bars must suit the standard output and not the standard error.
+    print(lines(tokens))
     return 0
 
 

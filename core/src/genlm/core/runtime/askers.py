@@ -87,7 +87,7 @@ def blocking(
         threading.Thread(target=main, name="genlm-blocking", daemon=True).start()
         return result_of(answer)
     except BaseException:
-        if not answer.done():  # an interrupt of the calling thread
+        if not answer.done():  # the calling thread was interrupted
             with contextlib.suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(cancel)
         raise

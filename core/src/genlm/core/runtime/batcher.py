@@ -55,20 +55,20 @@ log = get_logger()
 
 T = TypeVar("T")
 
-#: The most passes of an event loop for one gathering, while each adds a request. Particles that
-#: start together, or in waves one pass apart, have all asked after a few tens of passes; a loop
-#: that asks in every pass never ends.
+#: The most passes of an event loop in one gathering, as long as each adds a request. Particles that
+#: start together, or in waves one pass apart, have all made their requests after a few tens of
+#: passes. A loop that makes a request in every pass would never end the gathering.
 MAX_PASSES = 100
 
-#: How long the interpreter waits at exit for the current step, for a load that has been
-#: interrupted, and for a lock that is held for moments only, seconds.
+#: Seconds that the interpreter waits at exit: for the current step, for an interrupted load, and
+#: for a lock that is only held for moments.
 EXIT_PATIENCE, LOAD_PATIENCE, LOCK_PATIENCE = 60.0, 2.0, 2.0
 
-#: How often a signal handler that asks looks for its result, seconds. Only for a handler that
-#: interrupted code which holds the lock.
+#: Seconds between two looks for its result by a signal handler that interrupted code which holds
+#: the lock.
 POLL_SECONDS = 0.01
 
-#: Make the errors of callers, for each its own.
+#: Functions that make an error. Each caller gets an error of its own.
 closed = partial(ModelClosedError, "the model is closed; load it again to ask further requests")
 closed_before = partial(ModelClosedError, "the model was closed before this request was answered")
 dropped_by_reset = partial(
@@ -122,7 +122,7 @@ class Gathering:
     def __init__(self) -> None:
         self.calls: list[Call[Any]] = []
         self.requests = self.passes = 0
-        self.seen = 0  # how many requests there were one pass ago
+        self.seen = 0  # the number of requests in the previous pass
 
 
 class Batcher:
@@ -156,28 +156,29 @@ class Batcher:
         self._timeline = timeline or Timeline()
         self.counters = Counters() if counters is None else counters
         self.asker = Asker(name)
-        # Re-entrant, because at any line, also one that holds it, a garbage collection may stop the
-        # thread, and a signal handler may ask, or close the model.
+        # Re-entrant, because at any line, even while the lock is held, a garbage collection may
+        # stop the thread, or a signal handler may make a request or close the model.
         self._lock = lock or threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._alarm = threading.Lock()  # released to wake the thread
         self._gatherings: dict[asyncio.AbstractEventLoop, Gathering] = {}
         self._lanes: Lanes = Lanes(batch_size, self._timeline, self.counters)
-        self._executor: Executor | None = None  # from the end of the load to that of all
-        self._stepping = False  # whether a step is running and has not been woken
+        # Set from the end of loading to the end of the model.
+        self._executor: Executor | None = None
+        self._stepping = False  # whether a step is running that has not been woken yet
         self._drops = False  # whether the executor drops requests
         self._wakes = False  # whether a step that is woken ends early
-        self._departed = False  # whether a caller has gone since requests were last dropped
+        self._departed = False  # whether a caller has cancelled since requests were last dropped
         self._stopping = self._ended = self._exiting = False
-        # Makes the error for every later caller. A raised error keeps its callers' frames, and with
-        # them the model: one error kept here would keep the model alive as long as the model keeps
-        # this.
+        # Makes an error for every later caller. A raised error keeps its callers' frames, and with
+        # them the model. So a single error stored here would keep the model alive as long as the
+        # model keeps this batcher.
         self._refusal: Callable[[], Exception] | None = None
         self._pid = os.getpid()
         self._started: concurrent.futures.Future[Executor] = concurrent.futures.Future()
-        # ``load`` is passed in a list that the thread empties: the objects that it refers to must
-        # be collectable while the thread runs. A daemon, because Python joins other threads before
-        # it calls the exit hook that ends this one.
+        # ``load`` is passed in a list that the thread empties, because the objects that it refers
+        # to must be collectable while the thread runs. The thread is a daemon, because Python joins
+        # other threads before it calls the exit hook that ends this one.
         self._thread = threading.Thread(target=self._main, args=([load],), name=name, daemon=True)
 
     def start(self) -> Any:
@@ -185,15 +186,16 @@ class Batcher:
         returned."""
         try:
             self._thread.start()
-            while not self._started.done():  # a signal just before a wait would not end it
+            # A signal that arrives just before a wait would not end it.
+            while not self._started.done():
                 concurrent.futures.wait([self._started], timeout=0.2)
             return self._started.result()
         except BaseException:
             self.stop()
             self._interrupt_load()
             if self._started.done():
-                # Its error keeps the frames of the load and of the caller, and the finalizer of the
-                # caller keeps this batcher.
+                # The error in the future keeps the frames of the load and of the caller, and the
+                # finalizer of the caller keeps this batcher.
                 self._started = concurrent.futures.Future()
                 self._started.cancel()
             raise
@@ -215,9 +217,10 @@ class Batcher:
             gathering = self._gatherings.get(loop)
             if gathering is None:
                 for other in [*self._gatherings]:
-                    if other.is_closed():  # its passes are over
+                    if other.is_closed():  # a closed loop makes no more passes
                         self._release(self._gatherings.pop(other))
-                # Before the gathering exists: an interrupt must not leave one without a pass.
+                # The pass is scheduled before the gathering exists, so that an interrupt leaves no
+                # gathering without a pass.
                 loop.call_soon(self._after_pass, loop)
                 gathering = self._gatherings[loop] = Gathering()
             gathering.calls.append(call)
@@ -270,7 +273,8 @@ class Batcher:
         """Register a call as waiting for its requests. The caller holds the lock."""
         if (asker := ASKING.asker) is not None:
             future.add_done_callback(asker.waiting_for(self.asker))
-        # Again: a signal handler may have closed the model, or another model's hook have asked.
+        # Checked again, because meanwhile a signal handler may have closed the model, or a hook of
+        # another model made a request.
         if self._refusal is not None or asker is not None:
             try:
                 self._check_open()
@@ -296,8 +300,8 @@ class Batcher:
     def result_of(self, future: Future[T]) -> T:
         """Wait for the results, which another thread makes."""
         while self._holds_lock() and not future.done():
-            # A signal handler that interrupted code which holds the lock. Waiting on the condition
-            # releases it, so that other threads can continue.
+            # A signal handler has interrupted code that holds the lock. Waiting on the condition
+            # releases the lock, so that other threads can continue.
             self._changed.wait(POLL_SECONDS)
         return future.result()
 
@@ -401,7 +405,7 @@ class Batcher:
                     asker.check(self.asker)
                 except ReentrancyError:
                     return
-            # Waiting releases the lock, also for code that a signal handler interrupted.
+            # Waiting releases the lock, even if code that a signal handler interrupted holds it.
             with self._changed:
                 ended = self._changed.wait_for(lambda: self._ended, patience)
             if ended:
@@ -423,7 +427,8 @@ class Batcher:
         started."""
         if os.getpid() != self._pid:
             return
-        # Who wakes a step holds the lock: with a wake that never returns it is never free.
+        # A thread that wakes a step holds the lock. If the engine's wake never returns, the lock is
+        # never free.
         if not self._lock.acquire(timeout=LOCK_PATIENCE):
             log.warning("engine.abandoned", thread=self._thread.name)
             return
@@ -467,8 +472,9 @@ class Batcher:
                 self.stop()
                 self._started.set_exception(error)
                 return
-            # Registered again: hooks run in reverse order, and this one must run before those that
-            # the engine registered while it loaded, which shut engines down.
+            # The hook is registered again. Exit hooks run in reverse order, and this one must run
+            # before those that the engine registered while it loaded, since they shut the engine
+            # down.
             self._forget_exit_hook()
             atexit.register(self._at_exit)
             self._lanes.lane_of = executor.lane
@@ -487,7 +493,7 @@ class Batcher:
                     began = self._timeline.clock()
                     self._deliver(executor.step(*work))
                     self._timeline.add("batch", began, requests=len(work[0]))
-                # A task refers to its caller, who must be collectable while this waits.
+                # A task refers to its caller, which must be collectable while this thread waits.
                 del work
         except BaseException as error:
             self._die(error)
@@ -544,10 +550,10 @@ class Batcher:
 
     def _notify(self) -> None:
         """Wake the engine thread. Called with the lock."""
-        with contextlib.suppress(RuntimeError):  # it is awake already
+        with contextlib.suppress(RuntimeError):  # the thread is already awake
             self._alarm.release()
         if self._stepping and self._wakes and self._executor is not None:
-            self._stepping = False  # once for each step
+            self._stepping = False  # at most once in each step
             self._executor.wake()
 
     def _deliver(self, answers: Iterable[tuple[Any, Any]]) -> None:
@@ -592,7 +598,7 @@ class Batcher:
         by_loop = collections.defaultdict(list)
         waiting = [call for call in calls if not call.future.done()]
         for call, result in combined(waiting, parts):
-            self._departed = self._departed or call.left > 0  # others of its requests go on
+            self._departed = self._departed or call.left > 0  # other requests of the call continue
             by_loop[call.loop].append((call.future, result))
         for loop, results in by_loop.items():
             if loop is None:
@@ -611,7 +617,7 @@ class Batcher:
         message = str(cause) if own_words else f"the engine died: {safe_repr(cause)}"
         log.error("engine.died", error=safe_repr(cause))
         with self._lock:
-            # Without the cause, which also has frames.
+            # The cause is left out, because it has frames too.
             self._refusal = partial(EngineDeadError, message)
         self._fail(self._pending(), partial(died, message, cause))
 
@@ -623,7 +629,7 @@ class Batcher:
         if executor is not None:
             try:
                 executor.close()
-            except BaseException:  # whatever it is, callers wait for the end
+            except BaseException:  # any error must reach the callers that wait for the end
                 log.exception("engine.close_failed")
         self._forget_exit_hook()
         with self._changed:
@@ -636,7 +642,7 @@ class Batcher:
         return [*self._withdraw(), *itertools.chain(*in_flight.values())]
 
     def _forget_exit_hook(self) -> None:
-        if not self._exiting:  # else the hooks are running, with this one
+        if not self._exiting:  # otherwise the exit hooks are running, including this one
             atexit.unregister(self._at_exit)
 
 
@@ -654,9 +660,10 @@ def _resolve(results: Sequence[tuple[Future[Any], Any]], timeline: Timeline, beg
             else:
                 future.set_result(result)
         except (asyncio.InvalidStateError, concurrent.futures.InvalidStateError):
-            continue  # its caller has gone
+            continue  # its caller has cancelled
         except TypeError as refused:
-            # An asyncio future takes no StopIteration; the futures after it must not wait for ever
+            # An asyncio future does not accept a StopIteration, and the futures after this one must
+            # not wait for ever.
             refused.__cause__ = result
             future.set_exception(refused)
     timeline.add("delivery", began, answers=len(results))
@@ -668,7 +675,7 @@ def another(error: Exception) -> Exception:
     try:
         own = copy.copy(error)
         same = str(own) == str(error)
-    except Exception:  # some classes cannot be made from their ``args``, or have no text
+    except Exception:  # some classes of errors cannot be made from their ``args``, or have no text
         return error
     own.__cause__ = error.__cause__
     return own if same else error

@@ -9,9 +9,9 @@ from attrs import frozen
 
 T = TypeVar("T")
 
-#: Makes what one caller gets from the results of its requests, which come in the order asked. It
-#: runs on the engine thread. The results are shared with other callers and with the cache, so it
-#: copies what it hands on. If it raises, its caller gets the error and no other does.
+#: Makes the result of one call from the results of its requests, which come in the order of the
+#: requests. It runs on the engine thread. Results are shared with other callers and with the cache,
+#: so it must return copies. If it raises, only its own caller gets the error.
 Combiner = Callable[[Sequence[Any]], T]
 
 

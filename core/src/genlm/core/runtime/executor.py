@@ -32,10 +32,10 @@ from genlm.core.types import (
 
 log = get_logger()
 
-#: Cold queries, and draws and scores that the engine does not take in its steps.
+#: The lanes of cold queries, and of samples and scores that the engine does not take in its steps.
 COLD, DRAWS, SCORES = Lane("cold rows", alone=True), Lane("draws"), Lane("scores")
 
-#: How an answer of the engine is counted.
+#: The counter for each kind of answer.
 KINDS: dict[type, str] = {
     Query: "rows",
     SampleRequest: "draws",
@@ -55,12 +55,14 @@ class EngineExecutor:
     counters: Counters
     timeline: Timeline
     keeps_frames: bool = False
-    # Requests in a continuous engine, each with the cache's generation when it was admitted.
+    # The requests in a continuous engine, each with the generation of the cache when it was
+    # admitted.
     _in_flight: dict[Request, int] = field(init=False, factory=dict)
-    # The message of the last failure of a step. The error itself would keep the step's tensors.
+    # The message of the last failure of a step. The error itself would keep the step's tensors
+    # alive.
     _failure: str = field(init=False, default="")
     _wake_failed: bool = field(init=False, default=False)
-    # The prompts that are pinned, and whether a failed call may have made the engine forget them.
+    # The pinned prompts, and whether a failed call may have made the engine forget them.
     _pinned: dict[Query, None] = field(init=False, factory=dict)
     _pins_lost: bool = field(init=False, default=False)
 
@@ -88,7 +90,7 @@ class EngineExecutor:
         if self._pins_lost:
             self._pin_again()
         began = self.timeline.clock()
-        # Read first: rows that are dropped from the cache after this line must not be kept.
+        # Read first, because rows that are dropped from the cache after this line must not be kept.
         generation = self.cache.generation
         known, asked = self._without_engine(new_requests)
         self.timeline.add("caching", began)
@@ -112,11 +114,11 @@ class EngineExecutor:
         try:
             self.engine.calls.call("genlm_wake")
         except Exception as error:
-            if not self._wake_failed:  # it may at every step
+            if not self._wake_failed:  # logged once, because it may fail in every step
                 log.exception("engine.wake_failed", backend=self.engine.backend)
                 owner = f"backend {self.engine.backend!r}"
                 said = f"genlm_wake raised {describe_error(error)}, which it must not"
-                with suppress(PluginError):  # not the concern of who asks in this moment
+                with suppress(PluginError):  # the error does not concern the current callers
                     self.engine.results.tell(PluginError(f"{owner}: {said}"))
             self._wake_failed = True
 
@@ -139,7 +141,7 @@ class EngineExecutor:
                 continue
             row = None
             if query is request and not query.cold:
-                # An equal request may have been answered after this one looked.
+                # An equal request may have been answered since the first look-up.
                 row = self.cache.peek(query, counted=False)
             if row is None:
                 asked.append(request)
@@ -160,7 +162,8 @@ class EngineExecutor:
         ]
         try:
             self.cache.put(rows, generation)
-        except Exception as error:  # no memory for the copies; the callers still get theirs
+        # There is no memory for the copies; the callers still get theirs.
+        except Exception as error:
             log.warning("cache.rows_not_kept", rows=len(rows), error=describe_error(error))
         self.timeline.add("caching", began)
 
@@ -175,7 +178,7 @@ class EngineExecutor:
             EngineDeadError: the engine cannot continue.
             PluginError: it answered a request that is not in flight.
         """
-        # Asked again at once: the engine has them.
+        # Dropped and requested again at once, so the engine still has them.
         if dropped and (back := set(dropped).intersection(new_requests)):
             new_requests = [request for request in new_requests if request not in back]
             dropped = [request for request in dropped if request not in back]
@@ -190,7 +193,7 @@ class EngineExecutor:
             answers = self._called(
                 "genlm_step",
                 new_requests,
-                # Tuples, because a hook could remove requests from lists, or sort them.
+                # Tuples, because a hook could remove requests from a list, or sort it.
                 queries=tuple(of[Query]),
                 samples=tuple(of[SampleRequest]),
                 scores=tuple(of[ScoreRequest]),
@@ -207,7 +210,8 @@ class EngineExecutor:
                 return [(lost[0], self._explained(query_of(lost[0]), error))]
             return [(request, TryAlone()) for request in lost]
         finished: Answers[Request] = []
-        kept: dict[int, Answers[Request]] = defaultdict(list)  # by their generation when admitted
+        # By the generation in which they were admitted.
+        kept: dict[int, Answers[Request]] = defaultdict(list)
         for answer in answers:
             request = answer[0]
             admitted = self._in_flight.pop(request, None)
@@ -312,9 +316,9 @@ class EngineExecutor:
     def pin(self, query: Query) -> None:
         """Compute and pin the state of a prompt."""
         if (outdated := self.adapters.outdated(query.adapter)) is not None:
-            raise outdated  # it was removed while this call waited
+            raise outdated  # the adapter was removed while this call waited
         self._pin_again()
-        self._pins_lost = True  # until it has succeeded
+        self._pins_lost = True  # until the call has succeeded
         try:
             self.engine.change("genlm_cache_prefix", query=query)
         except GenlmError:

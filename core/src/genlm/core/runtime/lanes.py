@@ -21,7 +21,7 @@ from genlm.core.runtime.timeline import Timeline
 
 T = TypeVar("T")
 
-#: How a caller waits: in a coroutine, or in a plain thread.
+#: The future of a caller: of asyncio in a coroutine, of concurrent.futures in a plain thread.
 Future = asyncio.Future[T] | concurrent.futures.Future[T]
 
 
@@ -85,7 +85,7 @@ class Call(Generic[T]):
             return self.error
         try:
             return self.combine(self.results)
-        except Exception as error:  # no memory for the copy: only this caller fails
+        except Exception as error:  # there is no memory for the copy; only this caller fails
             return error
 
 
@@ -110,7 +110,7 @@ class Task(Generic[T]):
                 raise
 
 
-#: The flags of calls of generators and coroutines, which may continue after an error.
+#: The code flags of generators and coroutines, which may continue after an error.
 MAY_GO_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -129,11 +129,11 @@ def let_go(error: BaseException) -> None:
         left += [one.__cause__, one.__context__]
         for frame, _ in traceback.walk_tb(one.__traceback__):
             if not frame.f_code.co_flags & MAY_GO_ON:
-                with contextlib.suppress(RuntimeError):  # it has not ended
+                with contextlib.suppress(RuntimeError):  # the frame has not ended
                     frame.clear()
 
 
-#: The calls that wait for a request, each with the place of the result in it.
+#: The calls that wait for a request, each with the index of the result in the call.
 Callers = list[tuple[Call[Any], int]]
 
 
@@ -177,7 +177,7 @@ def made_together(wanted: Sequence[tuple[Any, Sequence[Any]]]) -> list[Any]:
             given = together([wanted[place] for place in places])
             for place, each in zip(places, given, strict=True):
                 made[place] = each
-        except Exception:  # no memory for all of them: each tries alone
+        except Exception:  # there is no memory for all copies; each is tried alone
             for place in places:
                 made[place] = _made(*wanted[place])
     return made
@@ -195,17 +195,17 @@ def keep_own(given: Callers) -> None:
     of their steps in memory."""
     parts: Callers = []
     for call, at in given:
-        if call.left and call.future.done():  # its caller has gone
+        if call.left and call.future.done():  # its caller has cancelled
             call.results[at] = None
         elif call.left and is_part(call.results[at]):
             parts.append((call, at))
-    with contextlib.suppress(Exception):  # no memory for the copies: the views stay
+    with contextlib.suppress(Exception):  # there is no memory for the copies; the views stay
         own = copies_of([call.results[at] for call, at in parts])
         for (call, at), row in zip(parts, own, strict=True):
             call.results[at] = row
 
 
-#: Requests, in the order asked, each with its callers.
+#: Requests in the order in which they were made, each with its callers.
 Pending = dict[Any, Callers]
 
 
@@ -231,13 +231,13 @@ class Lane:
     alone: bool = False
 
 
-#: The lane of requests that any other request may join, and the lane of requests that failed
+#: The lane of requests that may be in flight with any other, and the lane of requests that failed
 #: together.
 ROWS, SUSPECTS = Lane("rows"), Lane("suspects", alone=True)
 
 
-#: Counters by the names of :class:`~genlm.core.types.Stats`. Counters of requests and callers are
-#: written under the batcher's lock or by the engine thread, the others only by that thread.
+#: Counters, named as in :class:`~genlm.core.types.Stats`. Counters of requests and callers are
+#: written under the batcher's lock or by the engine thread, the others by the engine thread only.
 Counters = Counter[str]
 
 
@@ -259,19 +259,19 @@ class Lanes:
     """
 
     def __init__(self, limit: int | None, timeline: Timeline, counters: Counters) -> None:
-        #: Says which lane a request is in. Used by the engine thread, which sets it.
+        #: The lane of a request. The engine thread sets and uses this.
         self.lane_of: Callable[[Any], Lane] = lambda request: ROWS
-        #: What is in flight. The engine thread's own.
+        #: The requests in flight. Used by the engine thread only.
         self.in_flight: Pending = {}
-        self._lane = ROWS  # of what is in flight, if anything is
+        self._lane = ROWS  # the lane of the requests in flight, if there are any
         self.limit = math.inf if limit is None else limit
         self._timeline = timeline
         self._counters = counters
-        # Not sorted yet. Sorting stops at the first task.
+        # Calls and tasks that are not sorted into lanes yet. Sorting stops at the first task.
         self._arrived: deque[Call[Any] | Task[Any]] = deque()
-        # Requests before that task. The lane whose turn it is comes first.
+        # The requests before that task, by lane. The lane whose turn it is comes first.
         self._lanes: dict[Lane, Pending] = {}
-        self._queued_since = 0.0  # by the timeline's clock; holds while requests wait
+        self._queued_since = 0.0  # by the timeline's clock; valid while requests wait
 
     def put(self, asked: Call[Any] | Task[Any]) -> None:
         """Add the requests of a call at the end of the queue."""
@@ -303,7 +303,7 @@ class Lanes:
             self._sort()
         new_requests: list[Any] = []
         if self._lanes and not (self.in_flight or dropping):
-            # A lane may hold nothing but cancelled requests.
+            # A lane may contain only cancelled requests.
             while self._lanes and not new_requests:
                 new_requests = self._admit(next(iter(self._lanes)))
         elif self._lanes.keys() == {self._lane}:
@@ -345,14 +345,14 @@ class Lanes:
             self._leave_out_cancelled(joining)
             self.in_flight.update(joining)
             new_requests += joining
-        if pending:  # last: it is the other lanes' turn, but for suspects
+        if pending:  # last, so that other lanes get their turn; suspects go on
             self._lanes[lane] = pending
             if lane is SUSPECTS:
                 self._lanes = {lane: pending, **self._lanes}
         if new_requests:
             self._lane = lane
             self._timeline.add("queue", self._queued_since, requests=len(new_requests))
-            self._queued_since = taken  # of the requests that still wait, if any
+            self._queued_since = taken  # for the requests that still wait, if any
         return new_requests
 
     def _leave_out_cancelled(self, joining: Pending) -> None:
@@ -385,7 +385,7 @@ class Lanes:
     def withdraw(self, tasks: bool = True) -> Callers:
         """Take back all requests that wait; with ``tasks`` the tasks too, each as a call of its
         own."""
-        # At once, because a signal handler may read it at any line.
+        # In one statement, because a signal handler may read the lanes at any line.
         lanes, arrived, self._lanes, self._arrived = self._lanes, self._arrived, {}, deque()
         withdrawn = [
             caller for lane in lanes.values() for callers in lane.values() for caller in callers

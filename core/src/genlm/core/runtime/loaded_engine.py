@@ -19,7 +19,7 @@ from genlm.core.types import Engine
 
 log = get_logger()
 
-#: What every engine has.
+#: The attributes that every engine has.
 ATTRIBUTES = [name for name, value in vars(Engine).items() if isinstance(value, property)]
 
 
@@ -49,7 +49,7 @@ class LoadedEngine:
         self._owner = f"engine {type(engine).__name__} of backend {backend!r}"
         try:
             self._adopt(engine, wrappers, options)
-        except BaseException:  # it has been loaded, so it must be closed
+        except BaseException:  # the engine has been loaded, so it must be closed
             if hasattr(self, "calls"):
                 self.calls.forget()
             try:
@@ -63,7 +63,7 @@ class LoadedEngine:
             raise PluginError(
                 f"{self._owner} lacks {', '.join(missing)}; see genlm.core.types.Engine"
             )
-        #: Its hooks and the wrappers', and what reads their results.
+        #: The hooks of the engine and its wrappers, with the checks of their results.
         self.calls = HookCalls(self._owner, engine, wrappers, options.violated)
         self.supports = self.calls.supports
         self.continuous = self.supports("genlm_step")
@@ -92,12 +92,14 @@ class LoadedEngine:
         self.tokenizer = engine.tokenizer
         self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
         take_turns(engine.tokenizer)
-        self.width = len(self.byte_vocab)  # of rows; kept, because users have the list itself
+        # The width of rows; stored, because users may change the list.
+        self.width = len(self.byte_vocab)
         processors = self.calls.processors
-        #: By which hook the engine answers ``samples`` and ``scores`` itself. With processors it
-        #: does not: its draws would not be from their rows.
+        #: The hook by which the engine answers ``samples`` and ``scores`` itself. With wrappers
+        #: that change rows there is none, since the engine would not use their rows.
         self.native: dict[str, str] = {}
-        over = "width" if self.vocab_size > self.width else None  # else padding has mass in scores
+        # Without `width`, padding would have mass in scores.
+        over = "width" if self.vocab_size > self.width else None
         hooks = {"samples": ("genlm_sample", None), "scores": ("genlm_sequence_logprobs", over)}
         for kind, (hook, needed) in hooks.items():
             in_steps = self.supports("genlm_step", kind) and (
@@ -105,7 +107,7 @@ class LoadedEngine:
             )
             if not processors and (in_steps or self.supports(hook, needed)):
                 self.native[kind] = "genlm_step" if in_steps else hook
-        #: Whether it applies the functions that callers give as ``then`` where its rows are.
+        #: Whether the engine applies the callers' functions (``then``) where its rows are.
         self.reduces = (
             not processors
             and self.supports("genlm_step", "reductions")
@@ -129,7 +131,7 @@ class LoadedEngine:
     @property
     def model(self) -> Any:
         """Raises: ModelClosedError: the engine has been released."""
-        model = self._model  # read first: another thread may close it
+        model = self._model  # read first, because another thread may close the model
         if self.closed:
             raise ModelClosedError(
                 f"the model of backend {self.backend!r} has been closed; load it again"

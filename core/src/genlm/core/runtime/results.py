@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 NORMALISATION = 1e-4
 
 #: Without the option ``check``, the values of this many results of each hook are checked, and the
-#: logarithm of the mass may be this far from 0: rows in half precision pass, unnormalised rows do
+#: logarithm of the mass may be this far from 0. Rows in half precision pass; unnormalised rows do
 #: not.
 FIRST, ROUGHLY = 4, 1e-2
 
-#: The name in messages of a row without mass, such as that of a text with no allowed next token.
+#: The description of a row without mass in messages. A text with no allowed next token has one.
 MASSLESS = "a row with logsumexp -inf"
 
 R = TypeVar("R")
@@ -43,7 +43,7 @@ R = TypeVar("R")
 #: Requests, each with its result or its exception.
 Answers = list[tuple[R, Any]]
 
-#: Told of a result that breaks the contract; it may raise that.
+#: Called with the error for a result that breaks the contract. It may raise the error.
 Violated = Callable[[PluginError], None]
 
 
@@ -68,7 +68,8 @@ class Results:
     _processors: Sequence[tuple[str, Processor]] = ()
     _violated: Violated | None = None
     _first: int = 0
-    _right: Counter[str] = field(init=False, factory=Counter)  # by hook, up to ``first``
+    # How many right results each hook has had, up to ``first``.
+    _right: Counter[str] = field(init=False, factory=Counter)
 
     def read(self, hook: str, requests: Sequence[Any], given: Any) -> Answers[Request]:
         """The answers of an evaluation hook. A row is a view of the tensor that the engine
@@ -168,10 +169,11 @@ class Results:
                     break
                 try:
                     self._look(name, query, self._wrong_row(row), owner="")
-                except Exception as error:  # concerns this query alone
+                except Exception as error:  # the error concerns this query alone
                     errors.setdefault(query, error)
         if self._processors and self._width > self._vocab_size:
-            # Tokens that the model lacks: a draw would put them into a context.
+            # Tokens that the model lacks lose their mass; a sample would otherwise put them into a
+            # context.
             rows = self._align(_normalised(rows[:, : self._vocab_size]))
         rows_of = zip(each, rows.unbind(), strict=True)
         return [(pair, errors.get(pair[0], row)) for pair, row in rows_of]
@@ -242,10 +244,11 @@ def _processed(
     except BaseException as error:
         clear_pluggy(error)
         raise attributed(name, error) from error
-    changed: torch.Tensor | None = next(iter(given), None)  # pluggy leaves None out
+    changed: torch.Tensor | None = next(iter(given), None)  # pluggy leaves out a result of None
     if changed is None or (wrong := wrong_tensor(changed, tuple(rows.shape))) is not None:
         raise PluginError(f"{name} returned {'None, not a tensor' if changed is None else wrong}")
-    # A processor that returned another tensor may still hold it, and write its next rows into it.
+    # A processor that returned another tensor may still hold it, and write its next rows into it,
+    # so the rows are copied.
     return rows if changed is rows else changed.clone(memory_format=torch.contiguous_format)
 
 

@@ -20,7 +20,7 @@ from genlm.core.types import Request, query_of
 
 Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
-#: The stages of a request, in order; each is a ``..._seconds`` of :class:`~genlm.core.types.Stats`.
+#: The stages of a request, in order. Each is a ``..._seconds`` of :class:`~genlm.core.types.Stats`.
 STAGES = ("queue", "engine", "alignment", "caching", "delivery")
 
 
@@ -35,14 +35,14 @@ class Timeline:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.trace: Trace | None = None
-        # By thread too: each writes only its own and needs no lock. A signal handler would wait for
-        # ever for a lock held by the code that it interrupted, and a forked child for one that a
-        # thread of its parent held.
+        # Also kept per thread, so that each thread writes only its own entries, and no lock is
+        # needed. A signal handler would wait for ever for a lock held by the code that it
+        # interrupted, and a forked child for one that another thread of its parent held.
         self._spent: dict[tuple[int, str], float] = {}
 
     def spent(self) -> dict[str, float]:
         """The seconds that each stage has taken so far."""
-        spent = self._spent.copy().items()  # threads may add to it meanwhile
+        spent = self._spent.copy().items()  # copied, because threads may add to it meanwhile
         return {stage: sum((s for (_, of), s in spent if of == stage), 0.0) for stage in STAGES}
 
     def add(self, stage: str, began: float, **about: Any) -> None:
@@ -92,7 +92,7 @@ class Trace:
                 "first"
             )
         self._file = open(self._path, "w", encoding="utf-8")
-        self._events, self._threads = [], {}  # those of an earlier block are in its file
+        self._events, self._threads = [], {}  # the events of an earlier block are in its file
         self._timeline.trace = self
         return self
 

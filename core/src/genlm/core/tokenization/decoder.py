@@ -78,7 +78,7 @@ _LOSSY = {
 
 # The most ids of a vocabulary. The largest ones of today have about 300,000.
 MOST_IDS = 1 << 22
-# The longest time that a regular expression may take for a whole vocabulary, or all characters.
+# The most seconds that a regular expression may take for a whole vocabulary, or for all characters.
 REGEX_SECONDS = 60.0
 
 
@@ -119,7 +119,7 @@ def guarded(culprit: str, work: str, call: Callable[..., T]) -> Callable[..., T]
             )
         try:
             return call(*given)
-        except BaseException as error:  # a panic is not an ``Exception``
+        except BaseException as error:  # a panic of the Rust library is not an ``Exception``
             if type(error).__name__ != "PanicException":
                 raise
             raise undecodable(f"{culprit} fails: {error}; use a simpler one") from None
@@ -186,7 +186,7 @@ def _change_of_text(step: Definition) -> Callable[[str], str]:
     """What a step that sees the pieces joined to one text does to the middle of it."""
     match step["type"]:
         case "Fuse" | "Strip" | "ByteFallback":
-            # They change the two ends of the text, or a text that is the name of one byte.
+            # These decoders change the two ends of a text, or a text that is the name of one byte.
             return str
         case "Replace" if len(step["pattern"].get("String", "").encode()) == 1:
             return _replacing(step["pattern"]["String"], step["content"])
@@ -226,7 +226,7 @@ def _replacing(pattern: str, content: str) -> Callable[[str], str]:
 def _replace(step: Definition) -> Callable[[str], str]:
     if "String" in step["pattern"]:
         return _replacing(step["pattern"]["String"], step["content"])
-    # The expression is in Oniguruma's dialect: only the library itself reads it correctly.
+    # The expression is in Oniguruma's dialect, which only the library itself reads correctly.
     from tokenizers import Regex
     from tokenizers.decoders import Replace
 

@@ -20,19 +20,20 @@ from genlm.core.tokenization.decoder import (
     undecodable,
 )
 
-# A text that normalizers leave as it is, except for its space. Byte-level decoders read the
-# character U+00DF as another byte, if no pre-tokenizer has spelled the text for them.
+# A text that normalizers leave unchanged, except for its space. Byte-level decoders read the
+# character U+00DF as another byte, unless a pre-tokenizer has spelled the text for them.
 _PROBE = "a ж\u00df, c.1"
 # Pre-tokenizers that remove the white space between words.
 _REMOVE_SPACES = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 
-# A character of every category of Unicode, and some that patterns of tokenizers name.
+# A character of every category of Unicode, and some more that patterns of tokenizers name.
 _CHARACTERS = (
     "aA\u01c5\u02b0中\u0301\u0903\u20dd1\u2167²_-()«»!+$^© \u2028\u2029\x00\u200d\ue000\u0378"
     "s'/\t\n\r\u3000"
 )
 
-# How many characters stand in one text: a pattern may look at the rest from each of them.
+# How many characters are put into one text. A pattern may look at the rest of the text from each of
+# them.
 _LENGTH = 256
 
 
@@ -60,7 +61,8 @@ def fast_token_bytes(tokenizer: Any) -> list[bytes]:
     pieces, added = _pieces(backend), backend.get_added_tokens_decoder()
     token_bytes = decode_pieces(pieces, decoder)
     named = {backend.model.token_to_id(f"<0x{byte:02X}>"): bytes([byte]) for byte in range(256)}
-    if None not in named:  # SentencePiece's, also where a conversion's decoder does not read them
+    # SentencePiece's byte tokens; the decoder of a conversion may not read them.
+    if None not in named:
         for token_id, byte in named.items():
             token_bytes[token_id] = byte
     for token_id, token in added.items():
@@ -77,8 +79,8 @@ def special_added_ids(tokenizer: Any) -> list[int]:
     else:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         if not isinstance(added, Mapping):
-            # The wrapper of transformers around mistral-common has a method of this name, which
-            # only raises. That library's tokenizer says itself which tokens are special.
+            # transformers' wrapper of mistral-common has a method of this name that only raises.
+            # The tokenizer of mistral-common itself says which tokens are special.
             return []
     return [token_id for token_id, token in added.items() if getattr(token, "special", False)]
 
@@ -88,7 +90,7 @@ def _pieces(backend: Any) -> list[str]:
     model's."""
     piece_of = backend.model.id_to_token
     pieces = list(map(piece_of, range(backend.get_vocab_size(with_added_tokens=False))))
-    if None in pieces:  # ids have gaps, so the last ones are larger than the number of pieces
+    if None in pieces:  # ids have gaps, so the last ids exceed the number of pieces
         ids = backend.get_vocab(with_added_tokens=False).values()
         pieces = [piece_of(token_id) or "" for token_id in range(checked_size(max(ids) + 1))]
     size = checked_size(max(backend.get_added_tokens_decoder(), default=-1) + 1)
@@ -157,7 +159,8 @@ def _check_splits(steps: Sequence[Definition], prepends: bool) -> None:
         prepends: Whether the normalizer puts something before the text. A step that marks the first
             part may then mark several: all that begin where the text did.
     """
-    removed_by = split_by = None  # the step that removed white space; that split anywhere else
+    # The step that removed white space, and the step that split a text elsewhere.
+    removed_by = split_by = None
     spelled = False
     for step in steps:
         kind = step["type"]
@@ -176,7 +179,8 @@ def _check_splits(steps: Sequence[Definition], prepends: bool) -> None:
             raise _loses(f"pre-tokenizer {kind}", "the text that it splits at")
         if kind in _REMOVE_SPACES and not spelled:
             removed_by = kind
-        spelled = spelled or kind == "ByteLevel"  # then the text has no white space left
+        # After ByteLevel, the text has no white space left.
+        spelled = spelled or kind == "ByteLevel"
         if kind not in ("Metaspace", "WhitespaceSplit"):
             split_by = kind
     if removed_by:
@@ -192,7 +196,7 @@ def _check_covers(pre_tokenizer: Any, steps: Sequence[Definition]) -> None:
         VocabularyError: the pre-tokenizer loses text, fails, or takes too long.
     """
     kinds = ", ".join(step["type"] for step in steps)
-    # Where that may remove white space, a later step marks every part.
+    # If this step may remove white space, a later step marks every part.
     ignored = str.isspace if "WhitespaceSplit" in kinds else lambda _: False
     kept = [
         next(iter(step["pattern"].values())) for step in steps if step.get("behavior") == "Removed"
@@ -221,7 +225,7 @@ def _check_round_trip(backend: Any, decoder: Definition) -> None:
             text = "".join(part for part, _ in parts)
     except VocabularyError:
         raise
-    except Exception:  # from a component written in Python, which may need more than the text
+    except Exception:  # raised by a component written in Python, which may need more than the text
         return
     back = b"".join(decode_pieces(list(text), decoder))
     if back not in (_PROBE.encode(), b" " + _PROBE.encode()):
@@ -259,7 +263,8 @@ def _texts() -> Iterator[str]:
     every = "".join(
         character
         for character in map(chr, range(sys.maxunicode + 1))
-        if unicodedata.category(character) not in ("Cn", "Co", "Cs")  # those have one above
+        # The excluded categories have characters above.
+        if unicodedata.category(character) not in ("Cn", "Co", "Cs")
     )
     for start in range(0, len(every), _LENGTH):
         yield every[start : start + _LENGTH]

@@ -47,7 +47,7 @@ def _sentencepiece_bytes(model: Any, piece_id: int) -> bytes:
 def _tiktoken_bytes(encoding: Any, token_id: int) -> bytes:
     try:
         token: bytes = encoding.decode_single_token_bytes(token_id)
-    except KeyError:  # there is no token of this id
+    except KeyError:  # no token has this id
         return b""
     return token
 
@@ -104,13 +104,13 @@ def _decoding(tokenizer: Any, pieces: Mapping[int, Any]) -> Callable[[Any], byte
     if hasattr(tokenizer, "sp_model") or hasattr(getattr(tokenizer, "tokenizer", None), "sp_model"):
         return piece_bytes
     if isinstance(byte_of := getattr(tokenizer, "byte_decoder", None), Mapping):
-        # GPT-2 and its successors: a byte for each character.
+        # GPT-2 and its successors write each byte as one character.
         return lambda piece: bytes(byte_of[character] for character in piece)
     if (
         _BYTE_ALPHABET.issuperset(pieces.values())
         and tokenizer.convert_tokens_to_string(["Ã", "©"]) == "é"
     ):
-        # ByT5: each token is the character whose code point is the byte.
+        # In ByT5, each token is the character whose code point is the byte.
         return lambda piece: str(piece).encode("latin-1")
     raise undecodable(
         f"{type(tokenizer).__name__} is neither byte-level nor SentencePiece; give the tokenizer a "

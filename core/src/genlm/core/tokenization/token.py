@@ -31,7 +31,7 @@ def _compared(compare: Callable[[Any, Any], Any]) -> Any:
 
     def method(self: Token, other: object) -> Any:
         if isinstance(other, Token):
-            # Written out: programs look tokens up by the hundred thousand.
+            # Written out for speed, because programs look up hundreds of thousands of tokens.
             return compare(self.__dict__.token_id, other.__dict__.token_id)
         return as_bytes(self, other)
 

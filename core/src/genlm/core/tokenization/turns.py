@@ -9,10 +9,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-#: What marks a tokenizer that keeps the options of a call: transformers' fast ones have it.
+#: The method by which a tokenizer that stores the options of a call is recognised: transformers'
+#: fast tokenizers have it.
 KEEPS_OPTIONS = "set_truncation_and_padding"
 
-#: The methods in which such a tokenizer writes the options into itself, and then encodes.
+#: The methods in which such a tokenizer stores the options in itself, and then encodes.
 ENCODING = ("_encode_plus", "_batch_encode_plus")
 
 
@@ -64,7 +65,8 @@ def _reduce_as(kind: Any) -> Callable[..., Any]:
         plain.__dict__.update(self.__dict__)
         make, args, *state = plain.__reduce_ex__(protocol)
         if make is copyreg.__newobj__:  # type: ignore[attr-defined]
-            # pickle lets it make objects of their present class alone; this one makes any.
+            # pickle can only make objects of their present class; this function makes objects of
+            # any class
             make, args = copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]
         return make, args, *state
 

@@ -32,7 +32,8 @@ class CombineRequest:
     weights: Any
 
 
-#: Of one request's answers: requests are never equal, so it is the caller's own.
+#: Makes the caller's result from the answer of its only request. Requests are never equal, so no
+#: other caller shares the answer.
 _THE_ANSWER = operator.itemgetter(0)
 
 #: Sums and maxima are computed by different kernel calls.
@@ -79,7 +80,7 @@ class AsyncTokenCharacterTrie:
         InvalidInputError: ``trie`` is not a trie.
     """
 
-    #: What :meth:`from_vocab` builds, by the name of its backend.
+    #: The class that :meth:`from_vocab` builds for each backend.
     tries: ClassVar[Mapping[str, type[TokenCharacterTrie]]] = {
         "parallel": ParallelTokenCharacterTrie,
         "sequential": TokenCharacterTrie,
@@ -93,7 +94,7 @@ class AsyncTokenCharacterTrie:
         self.trie = trie
         # Re-entrant, because a signal handler may call shutdown() at any line.
         self._lock = threading.RLock()
-        # With what stops it when nobody holds this any more.
+        # The worker, and the finalizer that stops it when this trie is collected.
         self._worker: tuple[Batcher, weakref.finalize[[], AsyncTokenCharacterTrie]] | None = None
         self._pid = os.getpid()
 
@@ -163,7 +164,7 @@ class AsyncTokenCharacterTrie:
                 executor = TrieExecutor(self.trie)
                 batcher = Batcher(lambda: executor, name="genlm-trie")
                 finalizer = weakref.finalize(self, batcher.stop)
-                finalizer.atexit = False  # at the interpreter's exit the batcher stops itself
+                finalizer.atexit = False  # at the interpreter's exit, the batcher stops itself
                 batcher.start()
                 worker = self._worker = batcher, finalizer
             return worker[0]

@@ -70,7 +70,7 @@ class Bags:
         while sizes[-1] >= BASE:
             sizes.append(sizes[-1] // BASE)
         inside, counts = _contents(ranges // base, ranges % base, sizes)
-        place = nodes.begin.copy()  # of a node with one item, that item's
+        place = nodes.begin.copy()  # a node with one item has that item's place
         place[several] = sum(sizes) + of_node
         return cls(order, sizes, inside, np.cumsum(counts) - counts, place)
 
@@ -113,7 +113,7 @@ class BagKernel(DeviceKernel):
         self._order = on_device(plan.order, self.device)
         self._inside = on_device(plan.inside, self.device)
         self._starts = on_device(plan.starts, self.device)
-        ranks = np.argsort(plan.order)  # by position
+        ranks = np.argsort(plan.order)  # the rank of each position
         self._place = on_device(np.append(plan.place, ranks), self.device)
 
     def combine(self, operation: Operation, weights: torch.Tensor) -> torch.Tensor:

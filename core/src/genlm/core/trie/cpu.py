@@ -18,7 +18,7 @@ from genlm.core.trie.nodes import Ints, Nodes
 from genlm.core.trie.pairing import Pairing
 from genlm.core.trie.weights import FloatArray, Operation, ResultType, check_shape, to_array
 
-# How ``take`` treats indices out of range. There are none, and this mode is the fastest.
+# The mode of ``take`` for indices out of range. There are none, and this mode is the fastest.
 _UNCHECKED: Final = "wrap"
 # With fewer elements in all, a second thread costs more than it saves.
 _WORTH_A_THREAD = 1 << 17
@@ -69,11 +69,12 @@ class CpuKernel:
         left = iter(list(zip(rows, result, strict=True)))
         helpers = min(self._cores, len(rows), len(rows) * plan.width // _WORTH_A_THREAD) - 1
         helping: list[Future[None]] = []
-        with contextlib.suppress(RuntimeError):  # no thread starts once the main one has ended
+        # No thread can start once the main thread has ended.
+        with contextlib.suppress(RuntimeError):
             helping.extend(self._pool.submit(self._run, operation, left) for _ in range(helpers))
         self._run(operation, left)
         for helper in helping:
-            if not helper.cancel():  # do not wait for one that has not started
+            if not helper.cancel():  # a helper that has not started need not be waited for
                 helper.result()
         return wanted.of_array(result)
 
@@ -112,7 +113,7 @@ class CpuKernel:
         return ThreadPoolExecutor(self._cores, thread_name_prefix="genlm-trie")
 
 
-# The allocator itself keeps smaller blocks; larger ones would occupy too much memory.
+# The allocator itself keeps smaller blocks. Larger ones would occupy too much memory.
 _LEAST, _MOST = 4 << 20, 256 << 20
 
 
@@ -124,7 +125,8 @@ class Recycler:
     """
 
     def __init__(self) -> None:
-        self._spare: deque[npt.NDArray[np.uint8]] = deque(maxlen=1)  # its methods are atomic
+        # The methods of a deque are atomic.
+        self._spare: deque[npt.NDArray[np.uint8]] = deque(maxlen=1)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
         """Like ``np.empty``. The memory is free again when the array and all its views are gone."""

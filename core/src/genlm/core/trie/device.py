@@ -41,18 +41,20 @@ class DeviceKernel:
         try:
             self._has_float64 = torch.device(device).type != "mps"
             self._prepare(order, nodes)
-        except (AssertionError, RuntimeError) as error:  # PyTorch raises either, by device
+        # Which of the two PyTorch raises depends on the device.
+        except (AssertionError, RuntimeError) as error:
             raise InvalidOptionError(
                 f"device is {device!r}, which this PyTorch cannot use here: {error}"
             ) from error
 
     def _prepare(self, order: Ints, nodes: Nodes) -> None:
-        # Few rounds: on a GPU, the launches of one take longer than what the rest combines in vain.
+        # Few rounds, because on a GPU launching a round takes longer than the unnecessary combining
+        # of the rest.
         self.plan = plan = Plan.of(order, nodes, fewest=2000)
         self._order = on_device(plan.order, self.device)
         self._rounds = [on_device(blocks, self.device) for blocks in plan.rounds]
         self._rest = on_device(plan.rest.ravel(), self.device)
-        ranks = np.argsort(plan.order)  # by position
+        ranks = np.argsort(plan.order)  # the rank of each position
         self._place = on_device(np.append(plan.place, ranks), self.device)
 
     def reduce(self, operation: Operation, ws: Any, batch: bool, wanted: ResultType) -> Any:
@@ -75,7 +77,7 @@ class DeviceKernel:
             ws = torch.from_numpy(np.ascontiguousarray(to_array(ws)))
         rows: torch.Tensor = ws.detach() if batch else ws.detach()[None]
         check_shape(rows.shape[1:], self.plan.items)
-        # The type first: MPS cannot even receive float64, and float32 is half as much to move.
+        # Converted first, because MPS cannot receive float64, and float32 is half as much to move.
         return rows.to(dtype).to(self.device)
 
     def combine(self, operation: Operation, weights: torch.Tensor) -> torch.Tensor:
@@ -93,7 +95,7 @@ class DeviceKernel:
 
         plan, combine = self.plan, operation.of(torch)
         work = weights.new_empty((len(weights), plan.width))
-        work[:, -1].fill_(operation.identity)  # pads the rest
+        work[:, -1].fill_(operation.identity)  # the last column is padding
         work[:, : plan.items] = weights.index_select(1, self._order)
         for left, right, results in plan.levels:
             combine(work[:, left], work[:, right], out=work[:, results])

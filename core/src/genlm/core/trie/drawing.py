@@ -29,7 +29,7 @@ def draw(
         InvalidOptionError: ``max_nodes`` is not an integer of at least 1.
     """
     max_nodes = integer("max_nodes", max_nodes, least=1)
-    drawn: dict[int, Sequence[tuple[Any, int]]] = {}  # with the edges of each
+    drawn: dict[int, Sequence[tuple[Any, int]]] = {}  # the drawn nodes, with the edges of each
     reach = [(0.0, 0)]
     while reach and len(drawn) < max_nodes:
         _, node = heapq.heappop(reach)

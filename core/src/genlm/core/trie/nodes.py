@@ -53,7 +53,7 @@ class SortedItems:
         in_order = [spelled[position] for position in order]
         _refuse_duplicates(items, in_order, order)
         positions = np.array(order, np.int64)
-        positions.flags.writeable = False  # users get it to read
+        positions.flags.writeable = False  # users get this array to read
         sizes = np.fromiter(map(len, spelled), np.int64, len(order))[positions]
         symbols = np.frombuffer(b"".join(in_order), dtype)
         return cls(positions, sizes // dtype.itemsize, symbols, alphabet)
@@ -82,7 +82,7 @@ def _spell(items: Sequence[Any]) -> tuple[Sequence[Hashable], list[bytes], np.dt
 
 def _spell_symbols(item: Iterable[Hashable], codes: dict[Hashable, int]) -> bytes:
     try:
-        hash(item)  # it is looked up in `word2leaf`
+        hash(item)  # raises if the item is not hashable, since `word2leaf` needs it
         return np.array([codes.setdefault(symbol, len(codes)) for symbol in item], ">u4").tobytes()
     except TypeError as error:
         raise VocabularyItemError(
@@ -165,7 +165,8 @@ class Nodes:
         """
         visits = items.lengths + 1
         rank, depth = np.repeat(np.arange(len(visits)), visits), count_up(visits)
-        narrow = depth.astype(np.min_scalar_type(int(visits.max())))  # quicker to sort
+        # A narrow type is quicker to sort.
+        narrow = depth.astype(np.min_scalar_type(int(visits.max())))
         by_depth = np.argsort(narrow, kind="stable")
         rank, depth = rank[by_depth], depth[by_depth]
         is_first = shared_prefixes(items)[rank] < depth
@@ -174,7 +175,8 @@ class Nodes:
 
         node_of_visit = np.empty_like(by_depth)
         node_of_visit[by_depth] = np.cumsum(is_first) - 1
-        parent = node_of_visit[by_depth[first] - 1]  # an item visits the node above just before
+        # The previous visit of an item is to the parent node.
+        parent = node_of_visit[by_depth[first] - 1]
         parent[0] = -1
         begin = rank[first]
         last_symbol = _starts(items.lengths)[begin] + depth[first] - 1
@@ -192,7 +194,7 @@ class Nodes:
 
 def shared_prefixes(items: SortedItems) -> Ints:
     """``[items]`` How many symbols each item shares with the item before it; -1 for the first."""
-    # One place more than the shorter item has: there they always differ.
+    # One place beyond the shorter item, where the two always differ.
     compared = np.minimum(items.lengths[1:], items.lengths[:-1]) + 1
     starts, symbol = _starts(compared), count_up(compared)
     begins, symbols = _starts(items.lengths), np.append(items.symbols, 0)

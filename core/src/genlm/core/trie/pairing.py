@@ -21,7 +21,7 @@ from attrs import frozen
 from genlm.core.trie.nodes import Ints, Nodes
 from genlm.core.trie.plan import Indices
 
-#: A round of fewer pairs takes as long as an empty one. What is left then is combined at once.
+#: A round with fewer pairs takes as long as an empty one, so what is left then is combined at once.
 FEWEST_PAIRS = 100
 
 
@@ -101,7 +101,7 @@ class Pairing:
         _, starts = np.unique(group, return_index=True)
         place_of = np.arange(made + len(starts))
         first, arranged = _arrange(rounds, len(order), place_of)
-        place = order[nodes.begin]  # of a node with one item, that item's
+        place = order[nodes.begin]  # a node with one item has that item's place
         several = groups.of_node >= 0
         place[several] = place_of[work.result[groups.of_node[several]]]
         return cls(
@@ -175,10 +175,11 @@ class _Unfinished:
         self.groups = groups
         self.result = np.full(len(groups), -1)
         self._made = len(order)
-        self._awaited = self._count(groups.above)  # groups below each that are not finished
+        # How many groups below each group are not finished.
+        self._awaited = self._count(groups.above)
         grouped = groups.of_item >= 0
-        # Each group has at most one value from an earlier round, which comes first: then one value
-        # of each pair was made in the round before.
+        # Each group has at most one value from an earlier round, and it comes first. So one value
+        # of each pair was made in the previous round.
         self._value, self._group = order[grouped], groups.of_item[grouped]
 
     def pair_up(self) -> list[tuple[Ints, Ints]]:

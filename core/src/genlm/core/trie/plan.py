@@ -20,7 +20,7 @@ from genlm.core.trie.nodes import Ints, Nodes, count_up
 
 Indices = npt.NDArray[np.intp]
 
-#: The most blocks at the top of the tree. A level of fewer blocks takes as long as an empty one.
+#: The most blocks at the top of the tree. A level with fewer blocks takes as long as an empty one.
 MAX_TOP_BLOCKS = 16
 
 
@@ -79,7 +79,7 @@ class Plan:
             fewest: The fewest ranges of a round but the first. What is left then is the rest.
         """
         base = len(order) + 1
-        shared = np.flatnonzero(nodes.end - nodes.begin > 1)  # by several items
+        shared = np.flatnonzero(nodes.end - nodes.begin > 1)  # nodes that several items share
         keys = nodes.begin[shared] * base + nodes.end[shared]
         ranges, of_node = np.unique(keys, return_inverse=True)
         bounds = _bounds(len(order))
@@ -91,9 +91,9 @@ class Plan:
             having = by_count[: np.count_nonzero(counts > max(number, 1))]
             rounds.append(block[first[having] + number])
         tree, several = bounds[-1], by_count[: len(rounds[0])]
-        result = block[first]  # of a range that is one block
+        result = block[first]  # the place of a range that is one block
         result[several] = tree + np.arange(len(several))
-        place = nodes.begin.astype(np.intp)  # of a node with one item, that item's
+        place = nodes.begin.astype(np.intp)  # a node with one item has that item's place
         place[shared] = result[of_node]
         long = max(1, sum(len(blocks) >= fewest for blocks in rounds))
         return cls(

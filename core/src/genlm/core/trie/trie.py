@@ -74,7 +74,7 @@ class TokenCharacterTrie:
         {98: 2, (None, 0): 3}
     """
 
-    #: What computes on a device. :class:`~genlm.core.trie.bags.BagKernel` is the other way; the
+    #: The kernel for devices. The alternative is :class:`~genlm.core.trie.bags.BagKernel`; the
     #: figures of ``nox -s gpu`` decide between them.
     _device_kernel: ClassVar[type[DeviceKernel]] = DeviceKernel
 
@@ -84,7 +84,7 @@ class TokenCharacterTrie:
                 "a trie is over the items of a vocabulary, for instance those of lm.byte_vocab; "
                 f"got {safe_repr(decode)}"
             )
-        self.decode = list(decode)  # a copy: the caller may change the original
+        self.decode = list(decode)  # a copy, because the caller may change the original
         self.device = "cpu" if device is None else str(device)
         self.root = 0
         self._items = SortedItems.of(self.decode)
@@ -207,10 +207,10 @@ class TokenCharacterTrie:
             InvalidInputError: ``row`` has another shape or is not of log-probabilities, or
                 symbols are bytes and ``prefix`` is a str or has token ids.
         """
-        with np.errstate(under="ignore"):  # a program may have it raise
+        with np.errstate(under="ignore"):  # the program may have set NumPy to raise on underflow
             probabilities = np.exp(self._row(row), dtype=np.float64)
         total = float(probabilities.sum())
-        if not total < 1.01:  # also NaN
+        if not total < 1.01:  # also true for NaN
             raise InvalidInputError(
                 f"row must be log-probabilities, but the probabilities sum to {total:.6g}; give "
                 "the model's row itself, without exp()"

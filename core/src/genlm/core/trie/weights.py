@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FloatArray = npt.NDArray[np.floating[Any]]
 
-#: Those that PyTorch has, too: no long double, and no other byte order.
+#: The floating-point types that PyTorch has too. Long double and other byte orders are excluded.
 FLOATS = (np.float16, np.float32, np.float64)
 
 
