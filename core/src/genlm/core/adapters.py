@@ -58,7 +58,7 @@ class AdapterRegistry:
             ) from None
 
     def bind(self, adapter: Adapter) -> Adapter | None:
-        """Bind an adapter to its name; returns the one that was bound before."""
+        """Bind an adapter to its name, and return the adapter that was bound to it before."""
         old = self._bound.get(adapter.name)
         self._bound[adapter.name] = adapter
         return old
@@ -100,7 +100,7 @@ class AdapterRegistry:
                 f"the default LoRA adapter {default!r} has been removed; call clear_lora() to go "
                 "back to the base model, or set_lora(name) to choose another"
             )
-        # Without an adapter the default has changed meanwhile, so it is looked up again.
+        # If there is no adapter, the default has changed meanwhile, so it is looked up again.
         return self.resolve(name) if adapter is None else adapter
 
     def bound(self) -> Mapping[str, Adapter]:
@@ -108,8 +108,8 @@ class AdapterRegistry:
         return MappingProxyType(dict(self._bound))
 
     def outdated(self, adapter: Adapter | None) -> UnknownAdapterError | None:
-        """The error for an adapter that was removed or bound again since it was resolved; ``None``
-        if it is still what its name is bound to, or the base model."""
+        """The error for an adapter that was removed or rebound since it was resolved. ``None`` if
+        its name is still bound to it, or for the base model."""
         if adapter is None or self._bound.get(adapter.name) is adapter:
             return None
         return UnknownAdapterError(

@@ -69,8 +69,8 @@ class OutputCache:
         return None if row is None else row.clone()
 
     def peek(self, key: Hashable, *, counted: bool = True) -> torch.Tensor | None:
-        """The row of ``key`` itself, which is to be copied and not written into; ``None`` if it is
-        not here. If ``counted``, a row that is found is one of the hits."""
+        """The cached row of ``key`` itself, which the caller must copy before writing; ``None`` if
+        there is none. If ``counted``, a found row counts as a hit."""
         # The usual case. It needs no lock, because no change by another thread can harm this
         # look-up.
         if not self._rows or key not in self._rows or self._forked():
@@ -86,7 +86,7 @@ class OutputCache:
 
     def put(self, rows: Iterable[tuple[Hashable, torch.Tensor]], generation: int) -> None:
         """Keep copies of rows, each with its key, unless they were computed under an older
-        generation. One that is larger than the whole cache is not kept."""
+        generation. A row larger than the whole cache is not kept."""
         # NumPy's integers may overflow.
         most = math.inf if self.max_bytes is None else int(self.max_bytes)
         kept: list[tuple[Hashable, torch.Tensor, int]] = []
@@ -127,7 +127,8 @@ class OutputCache:
         self.drop(lambda key: True)
 
     def drop(self, condition: Callable[[Hashable], bool]) -> None:
-        """Drop the rows whose key meets ``condition``, and any such row that is being computed."""
+        """Drop the rows whose key meets ``condition``, including rows that are still being
+        computed."""
         if self._forked():
             return
         with self.lock:
@@ -138,6 +139,6 @@ class OutputCache:
                     self.nbytes -= kept[2]
 
     def _forked(self) -> bool:
-        """Whether this is a forked child: it has no use for rows, and perhaps a lock that is
-        never released."""
+        """Whether this process is a forked child, which needs no rows, and whose copy of the lock
+        may never be released."""
         return os.getpid() != self._pid

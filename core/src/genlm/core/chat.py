@@ -47,14 +47,14 @@ def continued(
     """The token ids of a conversation whose last message is to be continued, with the white space
     at its ends.
 
-    Templates that trim their messages lose it (a blank before a word, a line's end before code),
-    and transformers then cuts all that is white off the text.
+    Templates that trim their messages lose this white space (a blank before a word, a line's end
+    before code), and transformers then removes all white space from the ends of the text.
 
     Args:
         tokenizer: The tokenizer.
         messages: The conversation.
-        ids: What its template makes of it.
-        options: Those of its ``apply_chat_template``.
+        ids: The template's ids for the conversation.
+        options: The options of the tokenizer's ``apply_chat_template``.
 
     Raises:
         InvalidInputError: the white space is lost, and the ids are not those of a text.

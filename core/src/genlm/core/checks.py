@@ -61,7 +61,7 @@ def integer(name: str, value: Any, least: int, optional: bool = False) -> int | 
         optional: Whether ``None`` is accepted.
 
     Raises:
-        InvalidOptionError: it is not such a value.
+        InvalidOptionError: the value is not such an integer.
     """
     if value is None and optional:
         return None
@@ -86,7 +86,7 @@ def number(name: str, value: Any, accepted: str, accepts: Callable[[float], bool
         accepts: Whether a number is in that range.
 
     Raises:
-        InvalidOptionError: it is not such a number.
+        InvalidOptionError: the value is not such a number.
     """
     try:
         if not isinstance(value, bool | str | bytes | bytearray):
@@ -102,7 +102,7 @@ def flag(name: str, value: Any) -> bool | None:
     """``True``, ``False`` or ``None``, as it is.
 
     Raises:
-        InvalidOptionError: it is something else.
+        InvalidOptionError: the value is something else.
     """
     if value is None or isinstance(value, bool):
         return value

@@ -16,15 +16,16 @@ COLLECTION_THRESHOLD = 50_000
 
 
 class Collector:
-    """Lets the garbage collector run rarely; any number of threads may ask for it.
+    """Makes the garbage collector run rarely. Any number of threads may request this.
 
-    With Python's default it runs many times in a step, finds nothing, and takes what the step still
-    needs for objects that last. So after a few steps it searches all that has been imported: for
-    0.3 seconds, two fifths of what a row costs with a thousand others. It also takes a seventh of
-    the time until an hf model has loaded, and three quarters of the time until a vocabulary has its
-    tokens.
+    With Python's default, the collector runs many times in a step, finds nothing, and moves the
+    objects of the step to the older generation. So after a few steps it searches everything that
+    was imported, which takes 0.3 seconds, two fifths of the time of a step with a thousand rows. It
+    also takes a seventh of the time of loading an hf model, and three quarters of the time of
+    making a vocabulary's tokens.
 
-    It serves the whole process, so it is not switched off. A program's own setting is kept.
+    The collector serves the whole process, so it is not switched off. A program's own setting is
+    kept.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class Collector:
 
     @contextmanager
     def rarely(self) -> Iterator[None]:
-        """Let it run rarely in this context."""
+        """Inside the block, the collector runs rarely."""
         with self._lock:
             if not self._told:
                 os.register_at_fork(after_in_child=self._leave_parent)
@@ -57,14 +58,14 @@ class Collector:
                     self._restore()
 
     def _restore(self) -> None:
-        """Give the process its own setting back, once nobody asks for another."""
+        """Restore the setting of the process once no thread requests another."""
         now, *rest = gc.get_threshold()
         # Otherwise the program has changed it meanwhile.
         if not self._users and now == COLLECTION_THRESHOLD:
             gc.set_threshold(self._before, *rest)
 
     def _leave_parent(self) -> None:
-        """Begin anew in a forked child: the threads that asked are the parent's, and its copy of
+        """Reset in a forked child. The requesting threads are the parent's, and the child's copy of
         the lock may never be released."""
         self._pid, self._lock, self._users = os.getpid(), threading.RLock(), 0
         self._restore()

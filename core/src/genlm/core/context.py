@@ -179,7 +179,7 @@ class Context(Sequence[int]):
         return tuple(reversed(parts))
 
     def _cut(self, length: int) -> tuple[Block | None, TokenIds]:
-        """The full blocks of the first ids, and those of them behind these."""
+        """The full blocks of the first ``length`` ids, and the ids after the last full block."""
         block, tail = self._blocks, self._tail
         while block is not None and block.end > length:
             tail = block.token_ids
@@ -188,7 +188,7 @@ class Context(Sequence[int]):
 
     @property
     def token_ids(self) -> TokenIds:
-        """The ids as a tuple; made when it is first asked for, and then kept."""
+        """The ids as a tuple, made when it is first needed, and then kept."""
         if self._ids is None:
             self._ids = self.since(0)
         return self._ids
@@ -223,7 +223,7 @@ class Context(Sequence[int]):
         return self.hash_value
 
     def __reduce__(self) -> tuple[type[Context], tuple[TokenIds, int]]:
-        """Pickled by its ids: a chain of many blocks would be too deep."""
+        """Pickle the ids, because a long chain of blocks would be nested too deeply."""
         return Context, (self.token_ids, self.vocab_size)
 
     def __repr__(self) -> str:
@@ -307,7 +307,7 @@ def _as_ints(what: str, token_ids: Any, most: int) -> TokenIds:
 
 
 def _read(what: str, token_ids: Any, most: int) -> tuple[Any, ...]:
-    """What is in any iterable, as far as it may be used."""
+    """The items of any iterable, up to the most that are accepted."""
     _refuse_unreadable(what, token_ids)
     sized = hasattr(token_ids, "__len__")
     if sized and len(token_ids) > most:
@@ -343,7 +343,7 @@ def _listed(what: str, token_ids: Any) -> Any:
 
 
 def _refuse_unreadable(what: str, token_ids: Any) -> None:
-    """Reject what has no order, or is not a list of token ids."""
+    """Reject a value that has no order, or that cannot be a list of token ids."""
     if isinstance(token_ids, str | bytes | bytearray):
         raise InvalidQueryError(
             f"the {what} is text ({token_ids!r:.40}); give token ids, as lm.tokenizer.encode(text) "

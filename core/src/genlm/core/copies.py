@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def copies_of(rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """A copy of each row, in memory of its own: whoever keeps one keeps no other alive. On a GPU a
-    few kernels make all of them; one for each would take longer than a forward."""
+    """A copy of each row, in memory of its own, so that keeping one row keeps no other alive. On a
+    GPU a few kernels make all copies; one kernel for each would take longer than a forward."""
     import torch
 
     # PyTorch has no function that copies many tensors at once. Clamping from below at -inf changes
@@ -23,7 +23,7 @@ def copies_of(rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 class Copy(JointCombiner["torch.Tensor"]):
-    """Makes the caller's own copy of the one row that was asked."""
+    """Makes the caller's own copy of the only requested row."""
 
     @staticmethod
     def together(calls: Sequence[tuple[Copy, Sequence[Any]]]) -> Sequence[Any]:

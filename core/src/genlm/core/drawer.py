@@ -1,4 +1,4 @@
-"""Drawing tokens from next-token rows: the sampler of every backend that has none of its own."""
+"""Drawing tokens from next-token rows: the sampler for backends without one of their own."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TokenDrawer:
 
 
 class Draw(JointCombiner[list[int]]):
-    """Makes the result of a call for rows: a token drawn from each.
+    """Makes the result of a call for rows: one token drawn from each row.
 
     Args:
         drawers: One for each token.
@@ -117,8 +117,8 @@ class Draw(JointCombiner[list[int]]):
 def draw_together(
     drawers: Sequence[TokenDrawer], rows: Sequence[torch.Tensor]
 ) -> list[int | EngineError]:
-    """Draw a token from each row, or say what is wrong with it. Draws with the same options are
-    made together, where the rows are: a GPU is waited for once for all of them."""
+    """Draw a token from each row, or return what is wrong with the row. Rows with the same options
+    are processed together, on their device, so that there is one wait for a GPU."""
     import torch
 
     alike = defaultdict[Any, list[int]](list)
@@ -238,8 +238,9 @@ def _nucleus(
 def _keep(
     weights: torch.Tensor, rows: torch.Tensor, least: torch.Tensor, count: torch.Tensor | int
 ) -> None:
-    """Take the weight of all but the ``count`` likeliest tokens of each row, the last of which has
-    the log-probability ``least``; of equal ones those of the lowest ids keep it."""
+    """Set the weights of all but the ``count`` likeliest tokens of each row to 0. The last of these
+    has the log-probability ``least``. Of equally likely tokens, those with the lowest ids are
+    kept."""
     others = rows < least
     surplus = rows.shape[-1] - others.sum(-1, keepdim=True) - count
     if bool((surplus > 0).any()):

@@ -15,7 +15,7 @@ class InvalidInputError(GenlmError, ValueError):
 
 
 class InvalidQueryError(InvalidInputError):
-    """A context that cannot be asked: empty, not ints, out of range or too long."""
+    """An invalid context: empty, not ints, out of range or too long."""
 
 
 class InvalidOptionError(InvalidInputError):
@@ -23,7 +23,7 @@ class InvalidOptionError(InvalidInputError):
 
 
 class ModelNotFoundError(InvalidOptionError, OSError):
-    """A model that is not there: no such folder, an empty one, or no such name on the hub."""
+    """A model that does not exist: no such folder, an empty folder, or no such name on the hub."""
 
 
 class UnknownAdapterError(InvalidInputError):

@@ -1,4 +1,4 @@
-"""What to write instead of a name that is not here: near names, and those of other tools."""
+"""Hints for names that do not exist: similar names, and the equivalents of other tools' names."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ def nearest(name: object, known: Iterable[str], alike: float = 0.6) -> str | Non
 def missing_attribute(
     owner: object, name: str, replaced: Mapping[str, str], options: Iterable[str] = ()
 ) -> AttributeError:
-    """The error for an attribute that ``owner`` lacks. For one of 0.3 it says what replaced it, for
-    an option where to give it, for a method of another tool what does the same."""
+    """The error for an attribute that ``owner`` lacks. It says what replaced an attribute of
+    genlm-backend 0.3, where to give an option, or what does the same as another tool's method."""
     message = f"{type(owner).__name__!r} object has no attribute {name!r}"
     if name in replaced:
         message = f"{message}, as it had in genlm-backend 0.3: {replaced[name]}"
@@ -181,8 +181,8 @@ def missing_attribute(
 def missing_name(module: ModuleType, name: str) -> AttributeError | ImportError:
     """The error for a name that the package lacks, to be raised by its ``__getattr__``.
 
-    ``from genlm.core import name`` has words of its own where it meets an ``AttributeError``, so
-    there it is an ``ImportError`` for what is known of a name.
+    For ``from genlm.core import name``, Python replaces the message of an ``AttributeError``. So if
+    a hint is known, an ``ImportError`` is returned in that case.
     """
     message = f"module {module.__name__!r} has no attribute {name!r}"
     if name not in PACKAGE:
@@ -195,7 +195,8 @@ def missing_name(module: ModuleType, name: str) -> AttributeError | ImportError:
 
 
 class Done:
-    """What a method that blocks gives back: nothing, but a program that awaits it is told."""
+    """The result of a blocking method: nothing, except that awaiting it raises an error with the
+    remedy."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -214,7 +215,8 @@ class Done:
 
 
 def blocks(method: Callable[P, None]) -> Callable[P, None]:
-    """Make a method that returns nothing name the remedy where it is awaited."""
+    """Make a method that returns nothing raise an error with the remedy if its result is
+    awaited."""
 
     @functools.wraps(method)
     def blocking(*args: P.args, **options: P.kwargs) -> None:
@@ -230,9 +232,9 @@ def blocks(method: Callable[P, None]) -> Callable[P, None]:
 
 
 def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a method reject arguments that it does not take, and the lack of those that it needs,
-    with :class:`InvalidOptionError`, where Python has a bare ``TypeError``. A coroutine's are
-    rejected when it is called. ``**options`` are those of drawing."""
+    """Make a method raise :class:`InvalidOptionError` for unknown and for missing arguments,
+    instead of Python's bare ``TypeError``. The arguments of a coroutine are checked when it is
+    called. ``**options`` are sampling options."""
     name = function.__name__
     parameters = [*inspect.signature(function).parameters.values()][1:]  # without `self`
     most = 1 + sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)

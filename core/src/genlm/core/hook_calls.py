@@ -76,9 +76,9 @@ class HookCalls:
         self._failed_observers: set[str] = set()
 
     def _one_by_one(self, hook: str) -> list[tuple[str, Callable[..., Any]]]:
-        """Callers of one implementation of a hook each, by name, in pluggy's order. Each processor
-        gets what the one before it returned, and no observer misses a call because another one has
-        raised, so pluggy is asked for one call each."""
+        """pluggy's callers for single implementations of a hook, by name, in pluggy's order. Each
+        processor gets the result of the previous one, and an observer must not miss a call because
+        another one has raised, so every implementation is called separately."""
         implementations = [*reversed(getattr(self._manager.hook, hook).get_hookimpls())]
         plugins = {implementation.plugin for implementation in implementations}
 
@@ -108,15 +108,16 @@ class HookCalls:
         return taken is not None and (argument is None or argument in taken)
 
     def forget(self) -> None:
-        """Let go of the engine and its wrappers: a manager refers to itself, so the garbage
-        collector would free them late."""
+        """Release the engine and its wrappers. A plugin manager refers to itself, so otherwise they
+        would stay until a garbage collection."""
         for plugin in self._manager.get_plugins():
             self._manager.unregister(plugin)
 
     # --- calls ------------------------------------------------------------------------------------
 
     def call(self, hook: str, **arguments: Any) -> Any:
-        """What the engine returns; ``None``, or an empty list, if it does not implement the hook.
+        """Call a hook and return the engine's result: ``None``, or an empty list, if the engine
+        does not implement the hook.
 
         Raises:
             Exception: the engine's own.
@@ -124,8 +125,8 @@ class HookCalls:
         return self.evaluate(hook, arguments)[0]
 
     def evaluate(self, hook: str, arguments: Mapping[str, Any]) -> tuple[Any, PluginError | None]:
-        """What the engine returns, and the error for all who get some of it if an observer has
-        spoilt it.
+        """Call an evaluation hook. Returns the engine's result and, if an observer has written into
+        it, the error for all callers that get a part of it.
 
         Raises:
             Exception: the engine's own.
@@ -160,8 +161,8 @@ class HookCalls:
     def _notify(
         self, observers: Sequence[tuple[str, Callable[..., Any]]], shown: Mapping[str, Any]
     ) -> PluginError | None:
-        """Notify observers. One that raises is named in the log, once; the call goes on. Where
-        results are checked, return the error of one that has written into the result."""
+        """Notify observers. If one raises, the log names it once, and the call continues. With
+        checked results, return the error for an observer that has written into the result."""
         spoilt = None
         written = _writes(shown.get("result")) if self._violated else 0
         for name, observer in observers:
@@ -202,8 +203,8 @@ def attributed(name: str, error: BaseException) -> PluginError:
 
 
 def _shown(result: Any) -> Any:
-    """A result as observers get it: sequences are tuples, from which nothing can be taken; tensors
-    are the engine's own, since a copy of each would cost too much."""
+    """A result in the form that observers get. Sequences become tuples, so that nothing can be
+    removed. Tensors are the engine's own, since copying them would cost too much."""
     if isinstance(result, Answer):
         return Answer(result.request, _shown(result.result))
     if isinstance(result, Sequence) and not isinstance(result, str):
@@ -212,8 +213,8 @@ def _shown(result: Any) -> Any:
 
 
 def _writes(shown: Any) -> int:
-    """How often the tensors of a result have been written into, as far as PyTorch counts: not
-    through NumPy or ``.data``, nor into tensors of its inference mode."""
+    """How often the tensors of a result have been written into, as PyTorch counts. PyTorch does not
+    count writes through NumPy or ``.data``, or into tensors of inference mode."""
     if isinstance(shown, tuple):
         return sum(_writes(each) for each in shown)
     counted = hasattr(shown, "is_inference") and not shown.is_inference()

@@ -25,8 +25,8 @@ def pip_install(name: str, extra: str = "") -> str:
 
 
 def _in_clone(name: str) -> list[Path]:
-    """The folder of a distribution, where the core was installed from a clone that has one, after
-    that of the kit for a plugin, which may need it.
+    """The folder of a distribution in the clone that the core was installed from, if there is one.
+    For a plugin, the kit's folder comes first, since the plugin may need it.
 
     Source: PEP 610: pip records in ``direct_url.json`` the folder that it installed from.
     """

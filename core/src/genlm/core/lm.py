@@ -1,4 +1,4 @@
-"""AsyncLM: what users call. How it is loaded, its adapters, its caches, its end."""
+"""AsyncLM, the class that users call: loading, adapters, caches and closing."""
 
 from __future__ import annotations
 
@@ -186,7 +186,8 @@ class AsyncLM(GenerationMixin):
         return lm
 
     def _installed_wrappers(self) -> list[object]:
-        """For a class whose models are parts of another one, which has these around it."""
+        """The installed wrappers. A subclass whose models are parts of another model overrides
+        this, since that model is wrapped already."""
         return installed_wrappers()
 
     def __repr__(self) -> str:
@@ -326,7 +327,7 @@ class AsyncLM(GenerationMixin):
 
     @property
     def stats(self) -> Stats:
-        """What has been done since the model was loaded."""
+        """Counters of the work since the model was loaded."""
         hits = self._cache.hits  # hits that the batcher has not seen
         seconds: dict[str, Any] = {f"{s}_seconds": t for s, t in self._timeline.spent().items()}
         stats = Stats(**self._batcher.counters, **seconds)
@@ -409,7 +410,7 @@ class NamedLM(AsyncLM):
     """The base of a backend's class that loads models by name alone."""
 
     def __init__(self, *loaded: object, **options: object) -> None:
-        """Raises: UnsupportedError: always. What is loaded already cannot be wrapped."""
+        """Raises: UnsupportedError: always. A model that is already loaded cannot be wrapped."""
         name = type(self).__name__
         raise UnsupportedError(
             f"{name} cannot wrap what is loaded already; use {name}.from_name(name)"

@@ -254,7 +254,8 @@ class ContinuousMockEngine(MockEngine):
     def advance(
         self, new_requests: Sequence[Request], dropped: Sequence[Request] = ()
     ) -> list[Answer]:
-        """Make one step. A subclass whose ``genlm_step`` names fewer arguments calls this."""
+        """Make one step. A subclass whose ``genlm_step`` takes fewer arguments calls this
+        method."""
         for request in dropped:
             del self._in_flight[request]
         self._in_flight.update({request: self._steps_of(request) for request in new_requests})

@@ -216,7 +216,8 @@ class BytePrefix:
         return longer
 
     async def _with_all(self, text: bytes) -> BytePrefix:
-        """A text with all its tokenisations, where those left out may be all that have a way."""
+        """The text with all its tokenisations, if perhaps only the omitted ones can be
+        continued."""
         start = evolve(
             self, min_share=0.0, readings=(self._first,), cut=False, text=b"", logprob=0.0
         )
@@ -224,7 +225,7 @@ class BytePrefix:
         return await start.extend(text)
 
     def check_contexts(self, more: bytes, limit: int) -> None:
-        """Count the contexts of all tokenisations of more bytes, before any is asked.
+        """Count the contexts of all tokenisations of more bytes, before any row is requested.
 
         Raises:
             InvalidInputError: There are more than ``limit``.
@@ -250,7 +251,7 @@ class BytePrefix:
                 node = nodes.child(node, more[end])
 
     async def _with_rows(self) -> list[Reading]:
-        """The readings, after the rows have been asked of those that begin a token here."""
+        """The readings, after requesting the rows of those that begin a token here."""
         if not self._asked:
             inside = [reading for reading in self._readings if reading.masses is not None]
             begun = [reading for reading in self._readings if reading.masses is None]
@@ -275,7 +276,7 @@ class BytePrefix:
         return self._asked[0]
 
     def _with_byte(self, byte: int, readings: Iterable[Reading]) -> BytePrefix:
-        """The text with one byte more, and those of its tokenisations that are likely."""
+        """The text with one more byte, with its likely tokenisations."""
         nodes = self._trie.nodes
         grown = [longer for reading in readings if (longer := reading.into(nodes, byte))]
         with np.errstate(under="ignore"):
@@ -315,10 +316,10 @@ class Reading:
     Attributes:
         context: The tokens before the last.
         logprob: Their log-probability.
-        node: Of the trie: the bytes of the last token so far.
-        masses: The probabilities of the items below the node, by rank; ``None`` where the last
-            token is about to begin, and the row is not asked yet.
-        no_byte: That the last token is not text; 0 where it has begun.
+        node: The node of the trie for the bytes of the last token so far.
+        masses: The probabilities of the items below the node, by rank. ``None`` if the last token
+            is about to begin, and its row was not requested yet.
+        no_byte: The probability that the last token is not text; 0 once the token has begun.
     """
 
     context: Context
@@ -329,11 +330,13 @@ class Reading:
 
     @property
     def mass(self) -> float:
-        """The log-probability of its tokens, with all that the last one may become."""
+        """The log-probability of this reading, summed over all tokens that the last one may
+        become."""
         return self.logprob + (0.0 if self.masses is None else math.log(self.masses.sum()))
 
     def into(self, nodes: Nodes, byte: int) -> Reading | None:
-        """With one byte more in its last token; ``None`` if no such token has any probability."""
+        """The reading with one more byte in its last token; ``None`` if no such token has any
+        probability."""
         child = nodes.child(self.node, byte)
         if child is None:
             return None
@@ -343,7 +346,7 @@ class Reading:
         return Reading(self.context, self.logprob, child, masses) if masses.any() else None
 
     def endings(self, trie: TokenCharacterTrie) -> Iterator[Reading]:
-        """The tokenisations whose last token is complete, before the next one."""
+        """The readings in which the last token is complete, and the next is about to begin."""
         masses = self.masses[: trie.nodes.ending(self.node)]
         for token_id, mass in zip(trie.positions_under(self.node).tolist(), masses, strict=False):
             if mass > 0:
@@ -351,13 +354,14 @@ class Reading:
                 yield Reading(longer, self.logprob + math.log(mass), trie.root)
 
     def going_on(self, nodes: Nodes) -> Reading | None:
-        """Without the tokens that are complete; ``None`` if the others have no probability."""
+        """The reading without the tokens that are complete here; ``None`` if the others have no
+        probability."""
         masses = self.masses.copy()
         masses[: nodes.ending(self.node)] = 0.0
         return evolve(self, masses=masses) if masses.any() else None
 
     def next_bytes(self, nodes: Nodes) -> Floats:
-        """``[257]`` The probability of each next byte in its last token, and of none."""
+        """``[257]`` The probability of each next byte in the last token, and of no further byte."""
         found = np.zeros(257)
         found[256] = self.no_byte
         below = nodes.children(self.node)

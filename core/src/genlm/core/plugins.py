@@ -183,7 +183,7 @@ def distribution(entry_point: EntryPoint) -> str:
 
 
 def _loaded(kind: str, entry_point: EntryPoint) -> object:
-    """What an entry point names, of a class an instance; if that fails, the error names the
+    """Load an entry point's object; a class is instantiated. If this fails, the error names the
     distribution to blame."""
     try:
         found = entry_point.load()

@@ -146,7 +146,7 @@ class Population:
         return rows, places
 
     def _rows(self, rows: torch.Tensor, places: list[int], start: int) -> torch.Tensor:
-        """The rows of the particles from ``start`` on, of those that have ended too."""
+        """The rows of the particles from ``start`` on, including ended particles."""
         import torch
 
         last = self._last[start : start + len(places)]
@@ -175,7 +175,7 @@ class Population:
         return [made[at] for at in range(self.n)]
 
     def _made_of_ended(self, thens: Sequence[Then[R]], over: Sequence[int]) -> list[Any]:
-        """What becomes of the rows of particles that have ended."""
+        """The results for the rows of ended particles."""
         import torch
 
         points: dict[int | None, torch.Tensor] = {}
@@ -251,7 +251,8 @@ class Population:
         self._last = [self._last[at] for at in places]
 
     def _grow_to(self, columns: int) -> None:
-        """Have room for so many tokens of each, and not anew for every one."""
+        """Make room for this many tokens of each particle, and for some more, so that not every
+        token needs a copy."""
         import torch
 
         if (missing := columns - self._tokens.shape[1]) > 0:

@@ -206,7 +206,7 @@ def _weights(
 
 
 def _mask(allowed: Any, rows: torch.Tensor) -> torch.Tensor:
-    """A boolean tensor of what is allowed."""
+    """The allowed tokens as a boolean tensor."""
     import torch
 
     if allowed is None:
@@ -218,10 +218,10 @@ def _mask(allowed: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(allowed: Any, rows: torch.Tensor) -> torch.Tensor:
-    """What is allowed, as a tensor on the rows' device.
+    """The allowed tokens, as a tensor on the rows' device.
 
     Raises:
-        InvalidInputError: it is neither a mask nor token ids, or there are no ids.
+        InvalidInputError: the value is neither a mask nor token ids, or there are no ids.
     """
     import torch
 

@@ -251,8 +251,8 @@ class RowsMixin(TextMixin):
         return await self._batcher.submit(unknown, draw) if unknown else draw([])
 
     def _look_up(self, queries: Sequence[Query]) -> tuple[list[Query], Combiner[torch.Tensor]]:
-        """The queries whose rows the output cache does not have, and what makes one tensor of their
-        rows and those that it has."""
+        """The queries whose rows are not in the output cache, and a combiner that makes one tensor
+        of all rows."""
         import torch
 
         kept = [self._kept(query) for query in queries]
@@ -268,7 +268,7 @@ class RowsMixin(TextMixin):
         return [query for query, row in zip(queries, kept, strict=True) if row is None], combine
 
     def _kept(self, query: Query) -> torch.Tensor | None:
-        """The row of a query if the output cache has it; to be copied."""
+        """The row of a query if the output cache has it. The caller must copy it."""
         if (row := self._cache.peek(query)) is not None and self._timeline.trace is not None:
             self._timeline.trace.hit(query)
         return row

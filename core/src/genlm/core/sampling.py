@@ -79,7 +79,7 @@ def checked_params(
     """Check a user's sampling options.
 
     Raises:
-        InvalidOptionError: it names the option, its value and what is accepted.
+        InvalidOptionError: names the option, its value and the accepted values.
     """
     return SamplingParams(
         max_tokens=integer("max_tokens", max_tokens, least=0),

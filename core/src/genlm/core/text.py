@@ -178,9 +178,9 @@ class TextMixin:
     def _check_options(
         self, method: str, options: Mapping[str, Any], variables: Iterable[str] = ()
     ) -> None:
-        """Reject options of a tokenizer's method that ask for another result, or that it would drop
-        in silence, as transformers does. A variable of another model's chat template changes
-        nothing, so it may be given; but not what is nearly the name of an option."""
+        """Reject options of a tokenizer's method that ask for another kind of result, or that the
+        method would silently drop, as transformers does. A variable of another model's chat
+        template changes nothing, so it is accepted, unless its name is nearly that of an option."""
         for name, ours in {**IDS_ONLY, "return_tensors": None}.items():
             if options.get(name, ours) != ours:
                 raise InvalidOptionError(
@@ -245,8 +245,9 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _arguments(kind: type, method: str) -> set[str]:
-    """The names of the arguments of a method, of what it extends, and of methods like it:
-    transformers' ``encode`` hands what it does not name on to ``_encode_plus``."""
+    """The names of the arguments of a method, of the method that it overrides, and of related
+    methods. transformers' ``encode``, for instance, passes other arguments on to
+    ``_encode_plus``."""
     found: set[str] = set()
     for name, function in [each for part in kind.__mro__ for each in vars(part).items()]:
         if method in name and (code := getattr(inspect.unwrap(function), "__code__", None)):
@@ -255,8 +256,8 @@ def _arguments(kind: type, method: str) -> set[str]:
 
 
 def _require_unicode(text: str) -> None:
-    """Raises: InvalidInputError: half of a surrogate pair is in it, as where bytes of another
-    encoding were decoded."""
+    """Raises: InvalidInputError: the text has half of a surrogate pair, for instance because bytes
+    of another encoding were decoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -92,7 +92,7 @@ class together(Generic[R]):
         functools.update_wrapper(self, function)
 
     def __call__(self, *given: Any) -> Then[R]:
-        """What one caller gives as ``then``.
+        """Make the ``then`` of one caller.
 
         Args:
             *given: The caller's own value for each argument of the function after ``rows``.
@@ -117,8 +117,8 @@ class together(Generic[R]):
     def _isolated(
         self, rows: Sequence[torch.Tensor], given: Sequence[Sequence[Any]]
     ) -> list[R | Exception]:
-        """The results of one call; if it raises, those of calls for its halves, down to the callers
-        for whom it raises alone."""
+        """The results of one call. If it raises, the callers are halved and tried again, down to
+        single callers, which get the exception."""
         import torch
 
         try:
@@ -146,7 +146,7 @@ class together(Generic[R]):
 
 
 class Then(JointCombiner[R]):
-    """A function of rows, and what one caller gives it: made by calling a :class:`together`."""
+    """A function of rows with one caller's arguments, made by calling a :class:`together`."""
 
     __slots__ = ("function", "given", "together")
 
@@ -160,10 +160,10 @@ Thens = Then[R] | Iterable[Then[R]]
 
 
 def each_of(then: Thens[R], n: int) -> Sequence[Then[R]]:
-    """What becomes of each of ``n`` rows.
+    """The function for each of ``n`` rows.
 
     Raises:
-        InvalidInputError: another number was given.
+        InvalidInputError: there is another number of functions.
     """
     if isinstance(then, Then):
         return [then] * n
@@ -177,13 +177,13 @@ def each_of(then: Thens[R], n: int) -> Sequence[Then[R]]:
 
 
 def results_of(thens: Sequence[Then[Any]], rows: Sequence[torch.Tensor]) -> list[Any]:
-    """What becomes of some rows, or the exceptions in their places: for engines that apply the
-    functions themselves.
+    """Apply functions to rows, for engines that do this themselves. Returns the results, with
+    exceptions in the places of failed ones.
 
     Args:
         thens: A function of each row, with its caller's arguments. Those with the same function
             share its calls.
-        rows: As many rows, of one device.
+        rows: As many rows, all on one device.
     """
     alike = defaultdict[together[Any], list[int]](list)
     for at, then in enumerate(thens):

@@ -50,7 +50,7 @@ class Query:
 
     @property
     def token_ids(self) -> TokenIds:
-        """The context as a tuple; made when it is first asked for."""
+        """The context as a tuple, made when it is first needed."""
         return self.context.token_ids
 
     @property
@@ -68,7 +68,7 @@ class Query:
         return hash((self.context.hash_value, self.adapter.version))
 
     def __str__(self) -> str:
-        """For messages: its first tokens, its length and its adapter."""
+        """A description for messages: the first tokens, the length and the adapter."""
         some = ", ".join(map(str, self.token_ids[:8])) + (", ..." if self.length > 8 else "")
         adapter = f" with adapter {self.adapter.name!r}" if self.adapter else ""
         return f"the context [{some}] of {self.length} tokens{adapter}"
@@ -252,8 +252,8 @@ class Stats:
     delivery_seconds: float = 0.0
 
     def __sub__(self, before: Stats) -> Stats:
-        """What has been done since ``before``, an earlier value of the same model. The
-        ``largest_batch`` is that of the whole time: no difference has it."""
+        """The work since ``before``, an earlier value of the same model. Only ``largest_batch`` is
+        that of the whole time, since a difference does not show it."""
         if not isinstance(before, Stats):
             return NotImplemented
         earlier = before.as_dict()

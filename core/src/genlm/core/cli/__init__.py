@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _line(error: Exception) -> str:
-    """What the user reads of an error. One that no message was written for says where to look."""
+    """The line that the user reads about an error. If it is not one of this project's, the line
+    says where to look."""
     if isinstance(error, GenlmError | OSError):
         return str(error)
     text = ", ".join([describe_error(error), *getattr(error, "__notes__", ())])
@@ -71,8 +72,8 @@ def _line(error: Exception) -> str:
 
 
 def parser(first: str | None = None) -> argparse.ArgumentParser:
-    """The parser of every subcommand, or of no more of other distributions' than ``first``, the
-    one that runs, needs."""
+    """The parser of all subcommands. If ``first`` is given, only as many of other distributions'
+    subcommands are added as this subcommand needs."""
     parser = argparse.ArgumentParser(
         prog="genlm", description="Next-token log-probabilities on any engine."
     )
@@ -98,7 +99,8 @@ def parser(first: str | None = None) -> argparse.ArgumentParser:
 
 
 def _add_installed(entry: EntryPoint, commands: Commands) -> None:
-    """Add the subcommand of another distribution; one that cannot be imported harms no other."""
+    """Add the subcommand of another distribution. If it cannot be imported, the others still
+    work."""
     try:
         entry.load().add_to(commands)
     except Exception as error:

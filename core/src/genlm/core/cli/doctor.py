@@ -1,4 +1,4 @@
-"""``genlm doctor``: what there is on this machine, and what would be used."""
+"""``genlm doctor``: what this machine has, and what would be used."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _short(folder: Path) -> str:
 
 
 def _size(folder: Path) -> str:
-    """The bytes in a folder; a link counts for itself, not for what it names."""
+    """The bytes in a folder. A link counts for itself, not for its target."""
     total = 0
     for parent, _, files in os.walk(folder):
         for file in files:

@@ -30,7 +30,7 @@ def named(flag: str, given: str) -> tuple[str, str]:
 
 
 def parsed(flag: str, given: str) -> tuple[str, Any]:
-    """``NAME=VALUE`` with the value read as JSON, or as a string where it is not JSON."""
+    """Parse ``NAME=VALUE``. The value is read as JSON, or as a string if it is not JSON."""
     name, value = named(flag, given)
     try:
         return name, json.loads(value)
@@ -39,7 +39,7 @@ def parsed(flag: str, given: str) -> tuple[str, Any]:
 
 
 class ModelFirst(argparse.Action):
-    """Rejects ``--model``: other programs have it, here the model stands first."""
+    """Rejects ``--model``, which other programs have. Here the model is the first argument."""
 
     def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
         parser.error(f"the model comes first, without --model: {parser.prog} MODEL ...")
@@ -64,7 +64,7 @@ def add_model(
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what the model is to continue."""
+    """Add the arguments for the text that the model is to continue."""
     parser.add_argument("prompt", help="the text to continue; - reads it from the standard input")
     parser.add_argument(
         "--chat", action="store_true", help="give the prompt as a user's message, by the template"
@@ -90,12 +90,12 @@ def own_options(options: argparse.Namespace) -> dict[str, Any]:
 def loaded(
     options: argparse.Namespace, backend: str | None, **more: Any
 ) -> Iterator[tuple[AsyncLM, TextIO]]:
-    """The model, and where the command's own output goes: what the engine prints in the meantime
+    """Inside the block, the model and a stream for the command's own output. Output of the engine
     goes to the standard error.
 
     Args:
-        options: Of the command.
-        backend: Where to load it.
+        options: The options of the command.
+        backend: The backend that loads the model.
         **more: Options of the load that the command itself gives.
     """
     own = {**own_options(options), **more}

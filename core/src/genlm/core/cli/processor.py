@@ -1,5 +1,5 @@
-"""What this processor is fast at, timed in a second by PyTorch: one thread or two, float32 or
-bfloat16."""
+"""What is faster on this processor, timed with PyTorch within a second: one thread or two, float32
+or bfloat16."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def dtypes() -> str:
 
 
 def threads_verdict(one: float, two: float) -> str:
-    """What the times of one and two threads, in seconds, mean."""
+    """A verdict on the times of one and two threads, in seconds."""
     compared = f"one takes {one * 1e3:.2f} ms where two take {two * 1e3:.2f} ms"
     if two < SLOWER_RATIO * one:
         return compared
@@ -56,7 +56,7 @@ def threads_verdict(one: float, two: float) -> str:
 
 
 def dtypes_verdict(float32: float, bfloat16: float) -> str:
-    """What the times of the two types, in seconds, mean."""
+    """A verdict on the times of the two types, in seconds."""
     compared = f"float32 takes {float32 * 1e3:.2f} ms where bfloat16 takes {bfloat16 * 1e3:.2f} ms"
     if float32 > SLOWER_RATIO * bfloat16:
         return (

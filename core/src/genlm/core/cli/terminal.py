@@ -1,4 +1,4 @@
-"""What the command shows: tables and bars in text, and how far it has come."""
+"""The command's output: tables and bars in text, and a line of progress."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def bar(share: float, width: int = 40) -> str:
-    """A bar of up to ``width`` columns, in eighths of a column; of ``#`` where the output cannot
-    show blocks."""
+    """A bar of up to ``width`` columns, in eighths of a column. If the output cannot show block
+    characters, it consists of ``#``."""
     eighths = round(max(0.0, min(share, 1.0)) * width * 8)
     blocks = "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
     return blocks if _shows(blocks) else "#" * (eighths // 8)
@@ -32,8 +32,8 @@ def _shows(text: str) -> bool:
 
 
 class Progress:
-    """One line that tells how far a command has come, on the standard error, overwritten each time;
-    nothing where that is not a terminal."""
+    """One line of progress on the standard error, overwritten each time. Nothing is shown if that
+    is not a terminal."""
 
     def __init__(self) -> None:
         self._out = sys.stderr

@@ -45,7 +45,7 @@ def lines(tokens: list[TopToken]) -> str:
 
 
 def _shown(text: bytes) -> str:
-    """In quotes; as bytes where it is not text of its own."""
+    """A token in quotes, written as bytes if it is not text by itself."""
     try:
         return repr(text.decode())
     except UnicodeDecodeError:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Asker:
-    """An engine thread as the asker, when a hook on it asks a model.
+    """An engine thread, as the asker if a hook on it makes a request of a model.
 
     Args:
         name: The engine's, for messages.
@@ -27,7 +27,7 @@ class Asker:
         self._waits_for: list[Asker] = []
 
     def check(self, other: Asker) -> None:
-        """Raises: ReentrancyError: ``other`` is this one, or waits for it already."""
+        """Raises: ReentrancyError: ``other`` is this thread, or already waits for it."""
         if other is self:
             raise ReentrancyError(
                 "a hook or wrapper asked its own model, which answers only once the hook has "
@@ -110,7 +110,8 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 
 async def all_of(asked: Iterable[Awaitable[T]]) -> list[T]:
-    """The results of all. When one fails, the others are cancelled: their results are useless."""
+    """The results of all coroutines. If one fails, the others are cancelled, because their results
+    are useless."""
     loop = running_loop()
     tasks = [asyncio.ensure_future(each, loop=loop) for each in asked]
     try:

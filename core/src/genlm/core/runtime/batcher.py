@@ -2,9 +2,9 @@
 
 A :class:`Batcher` knows nothing of language models. It owns one thread, on which it calls an
 :class:`Executor` with everything asked since the last call. Nothing waits by default: while the
-executor works, requests queue; when it is free it takes all of them. What a coroutine asks is held
-until one pass of its event loop adds nothing, a batch is full, or a hundred passes are over. So
-requests gathered together make one batch, and a single one is not delayed.
+executor works, requests queue; when it is free it takes all of them. Requests of coroutines are
+held until a pass of their event loop adds no request, a batch is full, or a hundred passes are
+over. So requests that are gathered together make one batch, and a single request is not delayed.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ dropped_by_reset = partial(
 
 
 class TryAlone(Exception):
-    """Takes the place of a result if a step failed while the request was in flight with others: the
-    request is tried again alone."""
+    """Stands in place of a result if a step failed while several requests were in flight. The
+    request is then tried again alone."""
 
 
 class Executor(Protocol):
-    """What the engine thread drives. All methods but ``wake`` are called on that thread. A request
-    is anything that can be hashed, a result anything but an exception."""
+    """The object that the engine thread drives. All methods except ``wake`` are called on that
+    thread. A request is any hashable object, a result any object except an exception."""
 
     @property
     def drops(self) -> bool:
@@ -256,8 +256,8 @@ class Batcher:
             raise
 
     def run(self, make: Callable[[], T]) -> T:
-        """Make a call on the engine thread, after everything asked before it has been answered, and
-        wait for it."""
+        """Make a call on the engine thread, after all earlier requests have been answered, and wait
+        for it."""
         task = Task(make, self._keeps_frames)
         self._check_process()
         with self._lock:
@@ -442,8 +442,8 @@ class Batcher:
             log.warning("engine.abandoned", thread=self._thread.name)
 
     def _interrupt_load(self) -> None:
-        """Raise ``KeyboardInterrupt`` in the engine thread while it loads, as Ctrl-C does where the
-        main thread loads: at the next line of Python."""
+        """Raise ``KeyboardInterrupt`` in the loading engine thread at its next line of Python, as
+        Ctrl-C does in a main thread."""
         with self._lock:
             if self._executor is None and self._thread.is_alive() and not self._started.done():
                 ident = ctypes.c_ulong(self._thread.ident or 0)
@@ -499,8 +499,8 @@ class Batcher:
             self._die(error)
 
     def _take(self) -> Task[Any] | tuple[list[Any], list[Any]] | None:
-        """Wait for work: a task, or new requests and what is dropped. No new requests means a step
-        for the requests in flight alone; ``None`` is the end."""
+        """Wait for work: a task, or new and dropped requests. Without new requests, the step is for
+        the requests in flight alone. ``None`` means the end."""
         lanes = self._lanes
         with self._lock:
             self._stepping = False
@@ -670,8 +670,8 @@ def _resolve(results: Sequence[tuple[Future[Any], Any]], timeline: Timeline, beg
 
 
 def another(error: Exception) -> Exception:
-    """A copy of an error for a further caller: if several tasks raise one object, each sees the
-    frames of the others."""
+    """A copy of an error for a further caller. If several tasks raised the same object, each would
+    show the frames of the others."""
     try:
         own = copy.copy(error)
         same = str(own) == str(error)

@@ -1,4 +1,4 @@
-"""Combiners: what makes of the results of a call's requests what its caller gets."""
+"""Combiners: they make the result of a call from the results of its requests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ Combiner = Callable[[Sequence[Any]], T]
 
 
 class JointCombiner(Generic[T]):
-    """A combiner that makes what many callers get at once.
+    """A combiner that makes the results of many callers at once.
 
-    Of the calls that a step ends, those whose ``together`` are equal share one call of it. Nobody
-    waits for that: a call is made with those that end in the same step, or alone. A combiner is
-    joint because its class derives from this one; any other callable makes what each caller gets
-    alone.
+    Calls that end in the same step, and whose ``together`` are equal, share one call of it. Nothing
+    waits for further callers. A combiner is joint if its class derives from this one. Any other
+    callable is called for each caller separately.
 
     Attributes:
         together: Takes the combiner and the results of each call. Returns what each caller gets, in
@@ -59,5 +58,5 @@ class EachCombiner(Generic[T]):
     keeps_errors: bool = False
 
     def __call__(self, results: Sequence[T]) -> list[T]:
-        """What was made of them."""
+        """Make the caller's result."""
         return [*results]

@@ -1,5 +1,5 @@
-"""What the engine thread does with a batch: look in the cache again, ask the engine, keep the
-rows."""
+"""The work of the engine thread on a batch: look into the cache again, call the engine, and keep
+the rows."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class EngineExecutor:
         return ROWS if hook == "genlm_step" else DRAWS if draw else SCORES
 
     def step(self, new_requests: Sequence[Request], dropped: Sequence[Request]) -> Answers[Request]:
-        """Answer what can be answered now. The new requests are of one lane."""
+        """Answer the requests that can be answered now. All new requests are of one lane."""
         if self._pins_lost:
             self._pin_again()
         began = self.timeline.clock()
@@ -253,7 +253,7 @@ class EngineExecutor:
     # --- both -------------------------------------------------------------------------------------
 
     def _called(self, hook: str, requests: Sequence[Request], **arguments: Any) -> Answers[Request]:
-        """Call an evaluation hook for new requests, and read what it returns."""
+        """Call an evaluation hook for new requests, and read its result."""
         began = self.timeline.clock()
         try:
             try:

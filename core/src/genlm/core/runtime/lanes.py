@@ -91,7 +91,7 @@ class Call(Generic[T]):
 
 @define(eq=False)
 class Task(Generic[T]):
-    """A call to make on the engine thread, after everything asked before it has been answered."""
+    """A call to make on the engine thread, after all earlier requests have been answered."""
 
     make: Callable[[], T]
     keeps_frames: bool = False
@@ -167,7 +167,7 @@ def combined(
 
 
 def made_together(wanted: Sequence[tuple[Any, Sequence[Any]]]) -> list[Any]:
-    """What joint combiners make of their results, or the exceptions in the places."""
+    """The results of joint combiners, or exceptions in their places."""
     alike: dict[Any, list[int]] = {}
     for place, (combine, _) in enumerate(wanted):
         alike.setdefault(combine.together, []).append(place)
@@ -210,7 +210,7 @@ Pending = dict[Any, Callers]
 
 
 def first_of(pending: Pending, room: float) -> tuple[Pending, Pending]:
-    """As many of the requests as there is room for, and the others."""
+    """Divide requests into the first ``room`` ones and the others."""
     if len(pending) <= room:
         return pending, {}
     # Taking the first item of an OrderedDict costs the same for any number of items.
@@ -280,12 +280,12 @@ class Lanes:
         self._arrived.append(asked)
 
     def suspect(self, requests: Pending) -> None:
-        """Put requests back, one of which has made a step fail."""
+        """Put back requests of which one has made a step fail."""
         self._lanes = {SUSPECTS: requests, **self._lanes}
 
     def full(self) -> bool:
-        """Whether a batch that begins now would not grow by waiting: it is full, or something that
-        cannot join it also waits."""
+        """Whether waiting cannot make the next batch larger, because it is full, or because
+        something that cannot join it also waits."""
         self._sort()
         if self._arrived or len(self._lanes) != 1:
             return True
@@ -315,8 +315,8 @@ class Lanes:
         return new_requests
 
     def _sort(self) -> None:
-        """Put what has arrived, up to the first task, into lanes. A request equal to one in flight,
-        or to a suspect, joins its callers."""
+        """Put all calls that have arrived before the first task into lanes. A request that equals
+        one in flight, or a suspect, joins the callers of that request."""
         suspects = self._lanes.get(SUSPECTS)
         while self._arrived and not isinstance(arrived := self._arrived[0], Task):
             self._arrived.popleft()
@@ -372,7 +372,7 @@ class Lanes:
                 del joining[request]
 
     def drop(self) -> list[Any]:
-        """Take the requests whose callers have all gone out of flight, and return them."""
+        """Remove the requests whose callers have all cancelled from flight, and return them."""
         dropped = [
             request
             for request, callers in self.in_flight.items()
@@ -383,8 +383,8 @@ class Lanes:
         return dropped
 
     def withdraw(self, tasks: bool = True) -> Callers:
-        """Take back all requests that wait; with ``tasks`` the tasks too, each as a call of its
-        own."""
+        """Remove all waiting requests, with ``tasks`` also the tasks, and return them, each task as
+        a call of its own."""
         # In one statement, because a signal handler may read the lanes at any line.
         lanes, arrived, self._lanes, self._arrived = self._lanes, self._arrived, {}, deque()
         withdrawn = [

@@ -1,4 +1,4 @@
-"""One loaded engine: what it has and can do, and what is needed of it beside rows."""
+"""One loaded engine: its attributes, its abilities, and the calls that do not give rows."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ class LoadedEngine:
             raise UnsupportedError(f"backend {self.backend!r} has no {feature}: {why}")
 
     def change(self, hook: str, **arguments: Any) -> None:
-        """Call a hook that changes the engine's state, and returns ``True``. The first argument is
-        what it is about."""
+        """Call a hook that changes the engine's state and must return ``True``. Its first argument
+        is the adapter or query that the change is about."""
         result = self.calls.call(hook, **arguments)
         if self.supports(hook) and result is not True:
             subject = next(iter(arguments.values()))

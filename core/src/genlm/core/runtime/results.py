@@ -188,8 +188,8 @@ class Results:
         return wrong_row(row, ROUGHLY if self._violated is None else NORMALISATION)
 
     def _look(self, hook: str, query: Query, wrong: str | None, owner: str | None = None) -> None:
-        """Report wrong values. Without ``violated``, they are an error only in the first results:
-        an engine that does not normalise fails from its first row."""
+        """Report wrong values. Without ``violated``, only the first results are checked, because an
+        engine that does not normalise fails from its first row on."""
         if wrong is not None:
             error = self.violation(hook, query, wrong, owner)
             if self._violated is None and wrong != MASSLESS:
@@ -253,7 +253,7 @@ def _processed(
 
 
 def _normalised(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of mass 1; a row without any stays as it is."""
+    """Rows with mass 1. A row without any mass stays as it is."""
     mass = rows.logsumexp(dim=-1, keepdim=True)
     return rows - mass.masked_fill_(mass == -float("inf"), 0.0)
 
@@ -282,7 +282,8 @@ def evaluate_isolated(
 
 
 def wrong_tensor(rows: Any, shape: tuple[int, ...]) -> str | None:
-    """What is wrong with a tensor that should have ``shape``; ``None`` if nothing is."""
+    """A description of what is wrong with a tensor that should have ``shape``; ``None`` if nothing
+    is."""
     import torch
 
     if not isinstance(rows, torch.Tensor):

@@ -126,7 +126,7 @@ class Trace:
             self._add("X", name, began, dur=round((ended - began) * 1e6, 3), args=about)
 
     def request(self, request: Request, future: Future) -> None:
-        """A request asked now and answered when ``future`` is done."""
+        """Record a request that is made now, and answered when ``future`` is done."""
         now, about = self._timeline.clock, {"cat": "request", "id": next(self._ids)}
 
         def done(future: Future) -> None:

@@ -1,4 +1,4 @@
-"""What a tokenizer's tokens are, as bytes."""
+"""The tokens of a tokenizer, as bytes."""
 
 from genlm.core.tokenization.token import Token
 from genlm.core.tokenization.vocab import decode_vocab

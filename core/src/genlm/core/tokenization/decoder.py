@@ -83,7 +83,8 @@ REGEX_SECONDS = 60.0
 
 
 def undecodable(reason: str) -> VocabularyError:
-    """The error for a tokenizer whose tokens have no bytes of their own, or none that we know."""
+    """The error for a tokenizer whose tokens have no bytes of their own, or whose bytes this module
+    cannot determine."""
     return VocabularyError(f"Could not decode byte representation of the tokens: {reason}")
 
 
@@ -135,8 +136,8 @@ def decode_pieces(pieces: Sequence[str], definition: Definition) -> list[bytes]:
         definition: The decoder, as ``tokenizers`` serialises it.
 
     Raises:
-        VocabularyError: What the decoder makes of a piece depends on its neighbours, or the decoder
-            is not known.
+        VocabularyError: The decoder is unknown, or its result for a piece depends on the
+            neighbouring pieces.
     """
     joined = False
     for step in (chain := steps(definition)):
@@ -166,7 +167,7 @@ def steps(definition: Definition) -> list[Definition]:
 
 
 def _change_of_piece(step: Definition) -> Callable[[str], str]:
-    """What a step that still sees single pieces does to each."""
+    """The change that a decoding step makes to each piece, while pieces are still separate."""
     match step["type"]:
         case "ByteFallback":
             return _byte_or_piece
@@ -183,7 +184,7 @@ def _change_of_piece(step: Definition) -> Callable[[str], str]:
 
 
 def _change_of_text(step: Definition) -> Callable[[str], str]:
-    """What a step that sees the pieces joined to one text does to the middle of it."""
+    """The change that a decoding step makes to the middle of a text, once the pieces are joined."""
     match step["type"]:
         case "Fuse" | "Strip" | "ByteFallback":
             # These decoders change the two ends of a text, or a text that is the name of one byte.

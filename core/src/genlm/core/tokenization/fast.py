@@ -133,7 +133,7 @@ def _decoder_definition(backend: Any) -> Definition:
 
 
 def _check_keeps_text(backend: Any, decoder: Definition) -> None:
-    """Reject a tokenizer whose pieces do not tell what text they stand for."""
+    """Reject a tokenizer whose pieces do not determine the text from which they were made."""
     model = backend.model
     if type(model).__name__ == "WordPiece":
         raise _loses("model WordPiece", "the white space of the text")
@@ -188,9 +188,9 @@ def _check_splits(steps: Sequence[Definition], prepends: bool) -> None:
 
 
 def _check_covers(pre_tokenizer: Any, steps: Sequence[Definition]) -> None:
-    """Reject a pre-tokenizer of which no part has some of a text: pairs of characters, of every
-    category, runs included. Where a step keeps only what its pattern matches, all texts are tried:
-    the pattern of GPT-4o matches everything.
+    """Reject a pre-tokenizer that loses a part of a text. It is tried on pairs of characters of
+    every category, including equal ones. If a step keeps only what its pattern matches, it is tried
+    on all texts: the pattern of GPT-4o, for instance, matches everything.
 
     Raises:
         VocabularyError: the pre-tokenizer loses text, fails, or takes too long.
@@ -214,7 +214,7 @@ def _check_covers(pre_tokenizer: Any, steps: Sequence[Definition]) -> None:
 
 def _check_round_trip(backend: Any, decoder: Definition) -> None:
     """Reject a tokenizer whose decoder does not undo what its normalizer and pre-tokenizer do to a
-    short text. The model may split that into single characters."""
+    short text. The model is allowed to split this text into single characters."""
     text = _PROBE
     try:
         if backend.normalizer:
@@ -250,13 +250,13 @@ def _loses(culprit: str, lost: str) -> VocabularyError:
 
 
 def _pairs() -> Iterator[str]:
-    """What begins and ends a text."""
+    """The pairs of characters with which texts begin and end."""
     return map("".join, itertools.product(_CHARACTERS, repeat=2))
 
 
 def _texts() -> Iterator[str]:
-    """Pairs of characters alone, for what begins and ends a text; three in a row; and every
-    character that Unicode assigns."""
+    """The texts to try: pairs of characters alone, for the ends of a text; three characters in a
+    row; and every character that Unicode assigns."""
     for pair in _pairs():
         yield pair
         yield "".join(pair + third for third in _CHARACTERS)

@@ -34,7 +34,7 @@ def library_special_ids(tokenizer: Any) -> list[int]:
 
 
 def piece_bytes(piece: str) -> bytes:
-    """What a SentencePiece piece stands for: ``▁`` is a space, and ``<0x0A>`` names a byte."""
+    """The bytes of a SentencePiece piece: ``▁`` is a space, and ``<0x0A>`` names a byte."""
     byte = named_byte(piece)
     return piece.replace("▁", " ").encode() if byte is None else bytes([byte])
 

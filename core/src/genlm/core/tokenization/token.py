@@ -26,7 +26,7 @@ class _Fields(dict[str, Any]):
 
 
 def _compared(compare: Callable[[Any, Any], Any]) -> Any:
-    """A comparison of tokens by id, and of a token with anything else as bytes."""
+    """A comparison operator: two tokens are compared by id, a token and another object by bytes."""
     as_bytes = getattr(bytes, f"__{compare.__name__}__")
 
     def method(self: Token, other: object) -> Any:

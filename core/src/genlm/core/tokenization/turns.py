@@ -37,7 +37,7 @@ def take_turns(tokenizer: Any) -> None:
 
 
 class Turns:
-    """A lock that a forked child has anew: the parent's may never be released there."""
+    """A lock that is new in a forked child, where the parent's may never be released."""
 
     def __init__(self) -> None:
         self._lock, self._pid = threading.RLock(), os.getpid()

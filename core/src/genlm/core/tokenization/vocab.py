@@ -97,7 +97,8 @@ def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """What the tokenizer marks as special, or uses to begin or end a sequence."""
+    """The ids of tokens that the tokenizer marks as special, or with which it begins or ends a
+    sequence."""
     candidates = (
         *(getattr(tokenizer, "all_special_ids", None) or ()),
         *(getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")),

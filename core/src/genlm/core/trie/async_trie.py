@@ -118,7 +118,7 @@ class AsyncTokenCharacterTrie:
         return cls(cls.tries[backend](vocab, **options))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has a worker thread of its own: this one's ends with this."""
+        """A copy gets a worker thread of its own, since this one's thread ends with this object."""
         return type(self), (self.trie,)
 
     async def weight_sum(self, ws: Any) -> Any:
@@ -170,7 +170,7 @@ class AsyncTokenCharacterTrie:
             return worker[0]
 
     def _leave_parent(self) -> None:
-        """Start anew in a forked child: it has no worker thread, and its copy of the lock may never
+        """Reset in a forked child, which has no worker thread, and whose copy of the lock may never
         be released."""
         if os.getpid() != self._pid:
             self._pid, self._lock, self._worker = os.getpid(), threading.RLock(), None

@@ -32,15 +32,15 @@ BASE = 16
 
 @frozen(eq=False)
 class Bags:
-    """What to combine with what, in a table ``[table + bags, rows]``: the weights by rank, the
-    blocks level by level, and the results of the bags.
+    """A plan of which values to combine, in a table ``[table + bags, rows]`` with the weights by
+    rank, the blocks level by level, and the results of the bags.
 
     Attributes:
         order: ``[items]`` The position of the weight of each rank.
         sizes: How many values each level has, the lowest first: the items, and whole blocks.
-        inside: The places in the table of what is in the bags, bag after bag.
-        starts: ``[bags]`` Where in ``inside`` each bag begins.
-        place: ``[nodes]`` Where in the table each node's result is.
+        inside: The places in the table of the values in the bags, bag after bag.
+        starts: ``[bags]`` The index in ``inside`` at which each bag begins.
+        place: ``[nodes]`` The place of each node's result in the table.
     """
 
     order: Indices
@@ -103,8 +103,8 @@ def _contents(begin: Ints, end: Ints, sizes: list[int]) -> tuple[Ints, Ints]:
 
 
 class BagKernel(DeviceKernel):
-    """The device's kernel, by :class:`Bags`. A tensor that it gives has the rows side by side: the
-    nodes of one row are not next to each other."""
+    """The kernel for devices that uses :class:`Bags`. In the tensors that it returns, the rows are
+    interleaved: the nodes of one row are not consecutive in memory."""
 
     plan: Bags
 

@@ -143,7 +143,8 @@ class Recycler:
 
 
 class _Lease:
-    """The base of a result's array. Gives the block back when the last array on it is gone."""
+    """The base of a result's array. It returns the block when the last array on it has been
+    freed."""
 
     def __init__(
         self, block: npt.NDArray[Any], home: deque[npt.NDArray[Any]], array: npt.NDArray[Any]

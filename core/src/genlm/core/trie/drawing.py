@@ -53,7 +53,8 @@ def draw(
 
 
 def read(symbols: Sequence[Hashable]) -> str:
-    """Symbols as text: bytes as UTF-8, with escapes where they are none; others as they are."""
+    """Symbols as text. Bytes are decoded as UTF-8, with escapes for invalid ones; other symbols
+    stay as they are."""
     if all(isinstance(symbol, int) and 0 <= symbol < 256 for symbol in symbols):
         return bytes(symbols).decode("utf-8", "backslashreplace")  # type: ignore[arg-type]
     return "".join(map(str, symbols))

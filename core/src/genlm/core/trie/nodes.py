@@ -1,4 +1,4 @@
-"""What a trie is built over, and its shape: sorted items, nodes, and the items below each node."""
+"""The items of a trie and its shape: sorted items, nodes, and the items below each node."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def _spell_symbols(item: Iterable[Hashable], codes: dict[Hashable, int]) -> byte
 def _refuse_duplicates(
     items: Sequence[Any], in_order: Sequence[bytes], order: Sequence[int]
 ) -> None:
-    """Reject an item that is given twice: it would have two weights. Different tokens may share
-    their bytes."""
+    """Reject an item that is given twice, because it would have two weights. Different tokens may
+    have the same bytes."""
     seen: dict[Any, int] = {}
     like_the_one_before = map(operator.eq, in_order[1:], in_order)
     for before, position in compress(pairwise(order), like_the_one_before):
@@ -143,7 +143,7 @@ class Nodes:
         return slice(*self.first_child[node : node + 2].tolist())
 
     def child(self, node: int, code: int) -> int | None:
-        """The child of a node by the code of its symbol: for a byte, its value."""
+        """The child of a node with a given symbol code; the code of a byte is its value."""
         children = self.children(node)
         siblings = self.symbol[children]
         index = int(np.searchsorted(siblings, code))

@@ -30,9 +30,10 @@ class Round:
     """Pairs of values that are combined at once, in the work row.
 
     Attributes:
-        new: Where one value of each pair is; they are next to each other.
-        other: ``[pairs]`` Where the other value of each pair is.
-        results: Where the results go; in the first round, where the new values are.
+        new: The places of one value of each pair, which are consecutive.
+        other: ``[pairs]`` The place of the other value of each pair.
+        results: The places of the results. In the first round, they are the places of the new
+            values.
     """
 
     new: slice
@@ -45,9 +46,9 @@ class Rest:
     """Results of more than two values each, in the work row.
 
     Attributes:
-        values: Where the values are: those of the first result, then those of the second, ...
-        starts: ``[results]`` Where in ``values`` those of each result begin.
-        results: Where the results go.
+        values: The places of the values of the first result, then of the second, and so on.
+        starts: ``[results]`` The index in ``values`` at which each result begins.
+        results: The places of the results.
     """
 
     values: Indices
@@ -57,16 +58,16 @@ class Rest:
 
 @frozen(eq=False)
 class Pairing:
-    """What to combine with what, in a *work row* ``[width]``: the weights by position, then all
-    results.
+    """A plan of which values to combine, in a *work row* ``[width]`` with the weights by position,
+    followed by all results.
 
     Attributes:
         items: The number of weights.
         first: ``[pairs]`` The positions of the first round's new values. They are copied to where
             the first round finds them.
-        rounds: What to combine, one round after the other.
-        rest: What to combine after that.
-        place: ``[nodes]`` Where in the work row each node's result is.
+        rounds: The rounds of pairs to combine, in order.
+        rest: The values to combine after the rounds.
+        place: ``[nodes]`` The place of each node's result in the work row.
     """
 
     items: int
@@ -152,7 +153,7 @@ class Groups:
 
     @staticmethod
     def _of_items(nodes: Nodes, of_node: Ints) -> Ints:
-        """The group of each item: that of the lowest node above it that has one."""
+        """The group of each item: the group of the lowest node above it that has one."""
         node = nodes.node_of_item.copy()
         climbing = np.flatnonzero(of_node[node] < 0)
         while len(climbing):
@@ -210,8 +211,8 @@ class _Unfinished:
         return value[by_group], group[by_group]
 
     def _seconds(self) -> Ints:
-        """Sort the values by group, and find each that is the second of two, counted from the start
-        of its group."""
+        """Sort the values by group, and find those with an odd index in their group, which are the
+        second of a pair."""
         by_group = np.argsort(self._group, kind="stable")
         self._value, self._group = self._value[by_group], self._group[by_group]
         place = np.arange(len(by_group))
@@ -220,7 +221,8 @@ class _Unfinished:
         return np.flatnonzero((place - start) % 2 == 1)
 
     def _combine(self, second: Ints) -> None:
-        """Put a result in the place of each pair, and pass on those of groups that are finished."""
+        """Replace each pair by its result, and pass the results of finished groups on to the groups
+        above."""
         made, group = self._made + np.arange(len(second)), self._group[second]
         self._made += len(second)
         alone = np.ones(len(self._value), bool)

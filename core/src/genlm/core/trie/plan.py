@@ -26,21 +26,23 @@ MAX_TOP_BLOCKS = 16
 
 @frozen(eq=False)
 class Plan:
-    """What to combine with what, in a *work row* ``[width]``.
+    """A plan of which values to combine, in a *work row* ``[width]``.
 
-    It holds the weights by rank, which are the lowest level of the tree; the other levels; the
-    results, those of the ranges with the most blocks first; and what pads the rest: a value that
-    changes nothing.
+    The work row holds, in this order: the weights by rank, which are the lowest level of the tree;
+    the other levels; the results, those of the ranges with the most blocks first; and one neutral
+    value as padding.
 
     Attributes:
         order: ``[items]`` The position of the weight of each rank.
-        levels: For each level but the lowest: where the left ones are of the pairs that make it,
-            where the right ones, and where the results go.
-        tree: Where the tree ends, and the results of ranges begin.
-        rounds: The first block of every range that has several; the second one; the third one, of
-            the ranges that have it; and so on. Each is combined with the results so far.
-        rest: ``[ranges, blocks]`` The blocks that are left then, of the first ranges, padded.
-        place: ``[nodes]`` Where in the work row each node's result is.
+        levels: For each level but the lowest: the places of the left values of its pairs, of the
+            right values, and of the results.
+        tree: The end of the tree in the work row, where the results of ranges begin.
+        rounds: The first block of every range that has several blocks; then the second block; then
+            the third block of the ranges that have one; and so on. Each is combined with the
+            results so far.
+        rest: ``[ranges, blocks]`` The blocks of the first ranges that are left after the rounds,
+            padded.
+        place: ``[nodes]`` The place of each node's result in the work row.
     """
 
     order: Indices
@@ -62,11 +64,11 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """The length of the work row. Its last value is the one that pads the rest."""
+        """The length of the work row. Its last value is the padding."""
         return self.tree + len(self.rounds[0]) + 1
 
     def results(self, blocks: Sized) -> slice:
-        """Where the results are of the ranges that a round, or the rest, has blocks of."""
+        """The places of the results of those ranges of which a round, or the rest, has blocks."""
         return slice(self.tree, self.tree + len(blocks))
 
     @classmethod
@@ -110,8 +112,8 @@ class Plan:
 
 
 def _bounds(items: int) -> list[int]:
-    """Where each level of the tree begins in the work row, the lowest first, and where the last one
-    ends. The last one of an odd number is in no pair."""
+    """The beginning of each level of the tree in the work row, lowest level first, and the end of
+    the last level. If a level has an odd number of blocks, the last block is in no pair."""
     bounds, size = [0, items], items
     while size > MAX_TOP_BLOCKS:
         size //= 2
@@ -120,10 +122,11 @@ def _bounds(items: int) -> list[int]:
 
 
 def _blocks(begin: Ints, end: Ints, bounds: Sequence[int]) -> tuple[Indices, Ints]:
-    """The blocks of the tree, the fewest that there are, that each range of ranks consists of.
+    """The fewest blocks of the tree of which each range of ranks consists.
 
     Returns:
-        Where in the work row they are, range after range; and how many each range has.
+        The places of the blocks in the work row, range after range; and how many blocks each range
+        has.
     """
     left, right = begin.copy(), end.copy()
     places: list[Ints] = []

@@ -1,4 +1,4 @@
-"""TokenCharacterTrie: what users hold."""
+"""TokenCharacterTrie, the class that users create."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ class TokenCharacterTrie:
         return self._reduce(SUM, ws, dtype, batch=False)[0]
 
     def weight_max(self, ws: Any, dtype: Any = None) -> Any:
-        """The largest weight of the items below each node: of any sign, so log-probabilities too.
-        Arguments and result are those of :meth:`weight_sum`."""
+        """The largest weight of the items below each node. Weights may have any sign, so they may
+        be log-probabilities. Arguments and result are those of :meth:`weight_sum`."""
         return self._reduce(MAX, ws, dtype, batch=False)[0]
 
     def batch_weight_sum(self, ws: Any, dtype: Any = None) -> Any:

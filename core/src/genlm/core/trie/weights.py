@@ -24,7 +24,7 @@ FLOATS = (np.float16, np.float32, np.float64)
 
 @frozen
 class ResultType:
-    """What a caller wants: a NumPy array or a PyTorch tensor, and its precision.
+    """The kind of result that a caller wants: a NumPy array or a PyTorch tensor, and its precision.
 
     Attributes:
         name: ``"float64"`` or ``"float32"``.
