@@ -15,13 +15,14 @@ T = TypeVar("T")
 class Mailbox(Generic[T]):
     """Messages to one thread from other threads, signal handlers and the garbage collector."""
 
-    # A ``queue.SimpleQueue`` would do, but before Python 3.13 its ``get(timeout=...)`` may wait for
-    # ever. It tries a lock, which is often free, and then computes the time left. On a busy machine
-    # that may be below zero, which it takes for no limit.
+    # A ``queue.SimpleQueue`` is not used, because before Python 3.13 its ``get(timeout=...)`` may
+    # wait for ever. It first tries a lock, and then computes the time left. On a busy machine this
+    # may be negative, which it treats as no limit.
 
     def __init__(self) -> None:
         self._messages: deque[T] = deque()
-        # Free after a message has come. To free it is one call in C, so `put` may interrupt `put`.
+        # Released when a message arrives. The release is one call in C, so `put` may interrupt
+        # `put`.
         self._arrival = threading.Lock()
         self._arrival.acquire()
 
@@ -31,7 +32,7 @@ class Mailbox(Generic[T]):
     def put(self, message: T) -> None:
         """Add a message. Never waits."""
         self._messages.append(message)
-        with contextlib.suppress(RuntimeError):  # it is free already
+        with contextlib.suppress(RuntimeError):  # it is already released
             self._arrival.release()
 
     def get(self, timeout: float | None = None) -> T:

@@ -13,8 +13,8 @@ import torch
 from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError, GenlmError
 
-#: What PyTorch and MLX say where they have no kind of error for it: on a CPU (on Windows in other
-#: words), in Metal, and where a library of theirs asked for memory.
+#: The messages of PyTorch and MLX if they have no class of error for lack of memory: on a CPU (on
+#: Windows in other words), in Metal, and if one of their libraries requested the memory.
 _SAYS_SO = re.compile(
     r"can('t|not) allocate memory|not enough memory|unable to allocate|insufficient memory"
     r"|out of memory|bad_alloc|ALLOC_FAILED|maximum allowed buffer size",
@@ -43,7 +43,7 @@ def lower(what: str) -> Iterator[None]:
 def available_memory() -> int | None:
     """How many bytes this machine has available without swapping; ``None`` if it does not say."""
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # it counts what files are cached in; free pages are without that
+    if meminfo.exists():  # MemAvailable includes memory that only caches files
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) << 10

@@ -15,19 +15,19 @@ from genlm.core.errors import ModelNotFoundError
 #: A name that the Hugging Face hub could have.
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
-#: The address of a model's page, and the name in it.
+#: The address of a model's page, which contains its name.
 HUB_PAGE = re.compile(rf"https?://(?:www\.)?huggingface\.co/({HUB_NAME.pattern})")
 
-#: Of which files a folder must hold one, for most tokenizers.
+#: Patterns of files, one of which a folder must have, for most tokenizers.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
 
-#: How a file begins that Git has in place of a large one.
+#: The beginning of a pointer file, which Git has in place of a large file.
 LFS_POINTER = b"version https://git-lfs"
 
-#: Names of files that are large, or that hold a tokenizer.
+#: Patterns of files that are large, or that belong to a tokenizer.
 LARGE_FILES = ("*.safetensors", "*.bin", "*.gguf", "tokenizer*", "*.model")
 
-#: How long to wait for the hub, seconds.
+#: Seconds to wait for the hub.
 HUB_PATIENCE = 5.0
 
 
@@ -94,7 +94,7 @@ def require_tokenizer(folder: str | Path, another: str) -> None:
     path = Path(folder)
     for file in path.glob("tokenizer*.json"):
         require_object(file)
-    held = (*TOKENIZER_FILES, "*.gguf")  # which brings its own
+    held = (*TOKENIZER_FILES, "*.gguf")  # a GGUF file contains a tokenizer
     if path.is_dir() and not any(next(path.glob(file), None) for file in held):
         raise ModelNotFoundError(
             f"the folder {str(folder)!r} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); copy "
@@ -115,7 +115,8 @@ def eos_token_ids(
     """
     for name in ("generation_config.json", "config.json"):
         if (config := _read(model, name, revision, cache_dir)) is not None:
-            parts = [config, config.get("text_config") or {}]  # of what also sees or hears
+            # Multimodal models have a text configuration.
+            parts = [config, config.get("text_config") or {}]
             return next((ids for part in parts if (ids := ids_of(part.get("eos_token_id")))), [])
     return []
 
@@ -136,7 +137,7 @@ def _read(
         if folder is None or not (folder / name).is_file():
             return None
         config = json.loads((folder / name).read_text(encoding="utf-8"))
-    except ValueError:  # no JSON
+    except ValueError:  # the file is not JSON
         return None
     return config if isinstance(config, dict) else None
 
@@ -152,7 +153,7 @@ def local_folder(
 
     try:
         cached = try_to_load_from_cache(model, "config.json", cache_dir, revision)
-    except ValueError:  # no hub name, but the path of a file
+    except ValueError:  # the name is the path of a file, and cannot be one of the hub
         return None
     return Path(cached).parent if isinstance(cached, str) else None
 
@@ -222,7 +223,7 @@ def _require_on_hub(name: str, files: Sequence[str]) -> None:
     try:
         from huggingface_hub import HfApi, constants, try_to_load_from_cache
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-    except ImportError:  # then it is the engine that knows where models are
+    except ImportError:  # without huggingface_hub, the engine must find the model
         return
     plain = [file for file in files if "*" not in file]
     if any(isinstance(try_to_load_from_cache(name, file), str) for file in plain):
@@ -236,14 +237,16 @@ def _require_on_hub(name: str, files: Sequence[str]) -> None:
     try:
         HfApi().model_info(name, timeout=HUB_PATIENCE)
     except RepositoryNotFoundError as error:
-        if getattr(error.response, "status_code", None) != 403:  # gated: the engine says how
+        # 403 means gated, which the engine itself explains.
+        if getattr(error.response, "status_code", None) != 403:
             raise ModelNotFoundError(
                 f"{absent}, and neither has the hub; look for a misspelt name, or log in "
                 "(hf auth login) if it is private"
             ) from None
     except HfHubHTTPError:
-        return  # the hub answers; let the engine try
-    except Exception as error:  # its traceback is a hundred lines, of the network's libraries
+        return  # the hub answers, so the engine may try
+    # Only the message is used, because the traceback has a hundred lines of network libraries.
+    except Exception as error:
         reason = _unreachable(error, Path(constants.HF_HUB_CACHE))
         raise ModelNotFoundError(f"{absent}, and {reason}") from None
 

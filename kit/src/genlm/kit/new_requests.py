@@ -41,7 +41,7 @@ class Leaders(Generic[T]):
 
     def __init__(self, least_saved: int, each: int = MIN_TOKENS_TO_WAIT) -> None:
         self._least_saved, self._each = least_saved, each
-        # For which each has waited, and how many of its tokens were known.
+        # For each request, which one it has waited for, and how many of its tokens were known then.
         self._waited: dict[T, tuple[T, int]] = {}
 
     def waiting(
@@ -63,10 +63,11 @@ class Leaders(Generic[T]):
         places = {one: at for at, one in enumerate(new)}
         wait: dict[T, tuple[T, int]] = {}
         saved = 0
-        # The longest leads: it may have others in it.
+        # The longest request leads, because others may be inside it.
         for one in sorted(new, key=lambda one: -len(new[one])):
             nearest, common = index.nearest(new[one])
-            shared = min(tokens_in(common), length_of(new[one]) - 1)  # the last gives the row
+            # The last token must be computed to give the row.
+            shared = min(tokens_in(common), length_of(new[one]) - 1)
             if nearest is not None and shared >= self._each:
                 leader, there = index[nearest], known(one, shared)
                 first = leader in begun or places[leader] < places[one]

@@ -11,8 +11,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
-#: A sequence: a tuple of ids, or the same as bytes, which compare faster. What must not be mixed
-#: (the adapter's version) comes first.
+#: A sequence: a tuple of ids, or the same as bytes, which compare faster. It begins with the
+#: adapter's version, which must not be mixed.
 K = TypeVar("K", bytes, tuple[int, ...])
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def common_length(left: K, right: K) -> int:
     return low
 
 
-#: Bytes of a token in a key, and of the adapter's version before the first.
+#: The bytes of a token in a key, and of the adapter's version before the first token.
 WIDTH = array("I").itemsize
 
 
@@ -87,7 +87,7 @@ def nearest_of(keys: Sequence[K], key: K) -> tuple[int, int]:
     at = bisect_left(keys, key)
     best = longest = 0
     for neighbour in range(max(at - 1, 0), min(at + 1, len(keys))):
-        if keys[neighbour][: longest + 1] == key[: longest + 1]:  # it shares more
+        if keys[neighbour][: longest + 1] == key[: longest + 1]:  # this neighbour shares more
             best, longest = neighbour, common_length(keys[neighbour], key)
     return best, longest
 
@@ -114,7 +114,7 @@ class PrefixIndex(Generic[K, T]):
 
     def __init__(self) -> None:
         self._sorted: list[K] = []
-        self._values: dict[K, T] = {}  # the least recently used first
+        self._values: dict[K, T] = {}  # ordered by use, the least recently used key first
 
     def __len__(self) -> int:
         return len(self._sorted)
@@ -170,7 +170,7 @@ class PrefixIndex(Generic[K, T]):
 
     def longest_prefix(self, key: K) -> K | None:
         """The longest stored key that is a prefix of ``key``; ``None`` if there is none."""
-        if key in self._values:  # by far the most often
+        if key in self._values:  # the usual case
             return key
         while key:
             at = bisect_right(self._sorted, key)
@@ -180,7 +180,8 @@ class PrefixIndex(Generic[K, T]):
             common = common_length(before, key)
             if common == len(before):
                 return before
-            # A stored prefix of ``key`` is one of this too: else it would stand between the two.
+            # A stored prefix of ``key`` is also a prefix of the neighbour; otherwise it would lie
+            # between the two.
             key = key[:common]
         return None
 

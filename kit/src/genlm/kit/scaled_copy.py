@@ -21,40 +21,40 @@ from typing import Any
 import torch
 from attrs import frozen
 
-#: Options of configurations that say from which length, or how far apart, positions are treated
-#: differently.
+#: Options whose values are lengths or distances from which positions are treated differently.
 THRESHOLD = re.compile(
     r"(^|_)window(_size|_len)?$|^(mamba_|attention_)?chunk_size$|attn_chunk_length$|floor"
     r"|^index_topk|^(index_)?block_size$|^local_attention$|^original_max_position|max_distance$"
     r"|^compress_r|^max_inference_chunksize$"
 )
 
-#: Options that say how wide something is; all of a model's widths shrink by one factor, so that
-#: what is a sum or a product of others stays so.
+#: Options whose values are widths. All widths of a model shrink by one factor, so that sums and
+#: products of widths still match.
 WIDTH = re.compile(
     r"hidden_size|embedding_size$|head_size$|state_size$|feed_forward_size|(^|_)dim(_|$)|headdim$"
     r"|_rank$|_width$|^kv_channels$|^d_(model|inner|kv)$|^n_(embd|inner)$|d_head$|d_state$"
 )
 
-#: Widths that no other depends on.
+#: Widths on which no other width depends.
 INNER_WIDTH = re.compile(r"intermediate_size|ffn_size|ffn_hidden_size|ffn_dim$|^d_ff$")
 
-#: Options that say how many layers there are.
+#: Options whose value is the number of layers.
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 
-#: Options that number the layers of one kind.
+#: Options that list the layers of one kind.
 LAYER_NUMBERS = re.compile(r"^(attn|hybrid|local)_layer_(indices|ids)$")
 
-#: Options that say nothing of a scaled copy.
+#: Options that do not apply to a scaled copy.
 LEFT_OUT = ("quantization_config", "dtype", "torch_dtype", "attn_implementation")
 
-#: How much narrower than the model a scaled copy is tried.
+#: The factors by which a scaled copy may be narrower than the model, in the order in which they are
+#: tried.
 FACTORS = (64, 32, 16, 8, 4, 2, 1)
 
-#: How far biases, norms and other vectors are from what a model begins with.
+#: How far biases, norms and other vectors are moved from their initial values.
 SPREAD = 0.1
 
-#: The tokens that a scaled copy knows, and the most weights that it may have.
+#: The size of a scaled copy's vocabulary, and the most weights that it may have.
 TOKENS, MOST_WEIGHTS = 64, 64_000_000
 
 
@@ -122,7 +122,8 @@ def small_model(
     for factor in factors:
         try:
             return _random(kind, small_config(config, factor, changed), device)
-        except Exception as error:  # a class may raise anything for sizes that it does not expect
+        # A class may raise any exception for sizes that it does not expect.
+        except Exception as error:
             reasons.append(f"{factor} times narrower: {type(error).__name__}: {error}"[:200])
     raise ValueError("; ".join(reasons[-2:]))
 
@@ -137,7 +138,8 @@ def _random(kind: Any, config: Any, device: torch.device) -> Any:
         torch.manual_seed(0)
         scaled = kind(config).float().to(device).eval()
         for parameter in scaled.parameters():
-            if parameter.ndim > 1:  # rows far from uniform, so that a mix-up shows
+            # Large weights make rows far from uniform, so that a mix-up shows.
+            if parameter.ndim > 1:
                 parameter.normal_(0, max(parameter.shape[-1], 8) ** -0.5)
             else:  # biases and norms begin as 0 and 1, so that a lost one would not show
                 parameter.add_(torch.randn_like(parameter), alpha=SPREAD)
@@ -228,7 +230,7 @@ def _numbers(
     settings: Mapping[str, Any], above: Sequence[str] = ()
 ) -> Iterator[tuple[tuple[str, ...], int]]:
     for name, value in settings.items():
-        if not isinstance(name, str):  # numbered labels
+        if not isinstance(name, str):  # a dictionary with numbered labels
             continue
         if isinstance(value, dict):
             yield from _numbers(value, [*above, name])

@@ -26,7 +26,7 @@ def cheaper_as_requests(scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
     """
     behind: dict[Query, list[ScoreRequest]] = {}
     for each in scores:
-        if len(each.continuation) > 1:  # else the context's row has it
+        if len(each.continuation) > 1:  # the first token's score comes from the context's row
             behind.setdefault(each.query, []).append(each)
     cheaper = [each for group in behind.values() if _cost_less(group) for each in group]
     tokens = sum(len(each.continuation) for each in cheaper)

@@ -23,16 +23,16 @@ from genlm.core.logs import get_logger
 
 log = get_logger()
 
-#: Several names of one activation, or an activation and its approximation.
+#: Other names of an activation, and exact activations with their approximations.
 _ACTIVATIONS = {"swish": "silu"} | dict.fromkeys(
     ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu"
 )
 
 
-#: Names of rotary settings: that of transformers 5, and those of configurations before it.
+#: The names of rotary settings: that of transformers 5, and those of older configurations.
 ROPE_NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
-#: Rotary settings that stay where another scaling is given.
+#: Rotary settings that stay if the user gives another scaling.
 ROPE_KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -66,7 +66,7 @@ def whole_settings_of(name: str | Path, revision: str | None = None) -> Any:
 
     try:
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except Exception as error:  # also errors of a class for unexpected values
+    except Exception as error:  # a class may raise any exception for unexpected values
         log.info("settings.unknown", model=str(name), error=str(error)[:200])
         return None
 
@@ -113,7 +113,8 @@ def _changed_rope(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     scaling = next((given[name] for name in ROPE_NAMES[:2] if name in given), own) or {}
     if not any(isinstance(value, dict) for value in own.values()):
         return _merged(own, scaling, flat)
-    # One of each type of layer; what is given for all is meant for full attention.
+    # The model has settings for each type of layer. Settings that are given for all layers are
+    # meant for full attention.
     if not any(isinstance(value, dict) for value in scaling.values()):
         scaling = {"full_attention": scaling}
     new = {kind: _merged(own.get(kind) or {}, one, {}) for kind, one in scaling.items()}
@@ -141,7 +142,7 @@ def in_transformers(settings: Any) -> torch.nn.Module | None:
     try:
         with torch.device("meta"):
             model: torch.nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(settings))
-    except Exception as error:  # a class may raise anything
+    except Exception as error:  # a class may raise any exception
         log.info("model.unknown", kind=type(settings).__name__, error=describe_error(error)[:200])
         return None
     return model
@@ -155,7 +156,8 @@ def is_read(family: str, setting: str) -> bool:
 
     folder = Path(transformers.models.__path__[0]) / model_type_to_module_name(family)
     code = [file.read_text(encoding="utf-8") for file in folder.glob("modeling_*.py")]
-    named = re.compile(rf"\b{re.escape(setting)}\b")  # hidden_act is a part of hidden_activation
+    # Whole words, because hidden_act is a part of hidden_activation.
+    named = re.compile(rf"\b{re.escape(setting)}\b")
     return not code or any(map(named.search, code))
 
 
@@ -186,11 +188,13 @@ def rope_reach(settings: Any, longest: int, *types: str) -> int:
         rope_type, factor = one.get("rope_type"), one.get("factor") or 1.0
         if rope_type not in types:
             continue
-        # Linear in some layers only, as in Gemma 3: the count is the stretched one already.
+        # If only some layers are linear, as in Gemma 3, the number of positions is already the
+        # stretched one.
         if rope_type == "dynamic" or (rope_type == "linear" and kind is None):
             reach = max(reach, longest * factor)
         elif rope_type == "yarn":
-            # YaRN is often switched on as Qwen describes it: the number of positions stays then.
+            # YaRN is often switched on as Qwen describes it, without changing the number of
+            # positions.
             reach = max(reach, factor * (one.get("original_max_position_embeddings") or 0))
     return int(reach)
 
@@ -199,7 +203,7 @@ def windows(settings: Any, layers: int) -> list[int | None]:
     """The window of every layer: the most positions that a token attends to, its own included;
     ``None`` is all."""
     window = getattr(settings, "sliding_window", None)
-    # Families whose configuration does not declare windows, or the types of layers, have none.
+    # A family whose configuration declares neither windows nor types of layers has none.
     declared = signature(type(settings)).parameters
     known = "sliding_window" in declared or is_read(settings.model_type, "sliding_window")
     if not (window and known and getattr(settings, "use_sliding_window", True)):

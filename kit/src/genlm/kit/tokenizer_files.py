@@ -15,16 +15,16 @@ log = get_logger()
 
 FILE = "tokenizer.json"
 
-#: What of a tokenizer decides into which tokens a text is split, and how they are read.
+#: The parts of a tokenizer that decide how texts are split into tokens, and how tokens are read.
 COMPONENTS = ("normalizer", "pre_tokenizer", "model", "decoder")
 
-#: Settings of a model of a tokenizer that say how it splits.
+#: The settings of a tokenizer's model that decide how it splits.
 OF_THE_MODEL = ("byte_fallback", "ignore_merges")
 
-#: Before each text: options of a tokenizer may change the beginning of a text.
+#: Put before each text, because options of a tokenizer may change the beginning of a text.
 ANCHOR = "x"
 
-#: What patterns and normalizers of tokenizers differ in.
+#: Texts that different patterns and normalizers of tokenizers treat differently.
 TEXTS = (
     "\n2023\n\nx 1234567 12\u00bd\n",
     "\n  def f(a_b):\r\n\treturn  a_b[0]!= 'x'...  \n\n\n",
@@ -89,7 +89,7 @@ def _file(model: str, revision: str | None, cache_dir: str | None) -> Path | Non
 
     try:
         cached = try_to_load_from_cache(model, FILE, cache_dir, revision)
-    except ValueError:  # no hub name
+    except ValueError:  # the name cannot be one of the hub
         return None
     return Path(cached) if isinstance(cached, str) else None
 

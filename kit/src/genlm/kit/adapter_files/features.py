@@ -48,7 +48,7 @@ class Feature(Enum):
         return self.value[1]
 
 
-#: Of a configuration: what else may stand there without changing what the adapter computes.
+#: Fields of a configuration that do not change what the adapter computes.
 HARMLESS = frozenset({
     "peft_type", "auto_mapping", "base_model_name_or_path", "revision", "task_type",
     "inference_mode", "peft_version", "r", "target_modules", "exclude_modules", "lora_alpha",
@@ -57,7 +57,7 @@ HARMLESS = frozenset({
     "runtime_config",
 })  # fmt: skip
 
-#: Fields that mean a feature where they are not empty.
+#: Fields that mean a feature if they are not empty.
 FEATURES: Mapping[str, Feature] = {
     "use_rslora": Feature.RSLORA,
     "rank_pattern": Feature.RANKS,
@@ -72,11 +72,11 @@ FEATURES: Mapping[str, Feature] = {
     "layer_replication": Feature.REPLICATION,
 }
 
-#: Values of ``init_lora_weights`` that leave the base model as it is.
+#: Values of ``init_lora_weights`` that leave the base model unchanged.
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
-#: What has tied weights: of other modules, nothing is tied.
+#: The features that concern tied weights. Without any of them, tying changes nothing.
 TIED_TOGETHER = {Feature.EMBEDDING, Feature.HEAD, Feature.RETRAINED, Feature.TOKENS}
 
-#: Names of output layers, by their last part.
+#: The last parts of the names of output layers.
 HEADS = ("lm_head", "embed_out", "output_layer", "unembed_tokens")

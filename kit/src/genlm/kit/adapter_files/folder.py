@@ -18,7 +18,7 @@ from genlm.kit.adapter_files.tensors import Tensor
 
 WEIGHTS = "adapter_model.safetensors"
 
-#: What PEFT puts before the name of a module.
+#: The prefix that PEFT puts before the names of modules.
 PREFIX = "base_model.model."
 
 

@@ -10,15 +10,15 @@ from typing import Any
 from genlm.core.errors import InvalidAdapterError
 from genlm.kit.adapter_files.config import brief
 
-#: A key of ``rank_pattern`` or ``alpha_pattern`` that is a name, or begins with what PEFT itself
-#: writes before names.
+#: A key of ``rank_pattern`` or ``alpha_pattern`` that is a plain name, perhaps after what PEFT
+#: itself writes before names.
 KEY = re.compile(r"(?P<start>\^|\.\*\\\.)?(?P<name>(\w|-|\\?\.)+)")
 
-#: What PEFT takes for every linear layer.
+#: PEFT's word for all linear layers.
 ALL_LINEAR = "all-linear"
 
-#: The longest expression, in characters; and how long the process may compute while one is compared
-#: with all names.
+#: The longest regular expression, in characters; and the most seconds of computing while one is
+#: compared with all names.
 MOST_EXPRESSION, EXPRESSION_SECONDS = 1 << 14, 2.0
 
 
@@ -33,7 +33,7 @@ class NamePattern:
     """
 
     def __init__(self, pattern: Mapping[str, Any]) -> None:
-        # By name: the key's place, and its value.
+        # For each name, the position of its key and its value.
         self._whole: dict[str, tuple[int, Any]] = {}
         self._ends: dict[str, tuple[int, Any]] = {}
         for at, (key, value) in enumerate(pattern.items()):
@@ -98,9 +98,9 @@ class Chosen:
 
         started = time.process_time()
         try:
-            re.compile(self.expression)  # which knows less than the other
+            re.compile(self.expression)  # the standard library knows fewer expressions
             found = regex.fullmatch(self.expression, module, timeout=max(self._seconds, 1e-3))
-        except Exception:  # of hostile expressions, anything
+        except Exception:  # a hostile expression may raise any exception
             return None
         finally:
             self._seconds -= time.process_time() - started

@@ -28,7 +28,7 @@ from genlm.kit.adapter_files.folder import (
 from genlm.kit.adapter_files.settings import MOST_NAMES, Settings
 from genlm.kit.adapter_files.tensors import DTYPES, Tensor, read_header, require_finite
 
-#: The end of the name of single token embeddings that were trained.
+#: The end of the names of trained embeddings of single tokens.
 TOKENS = "trainable_tokens_delta"
 
 
@@ -133,7 +133,7 @@ def _place(
         found(Feature.DORA, name)
     elif rest.endswith(TOKENS):
         found(Feature.TOKENS, name)
-    # PEFT takes every module whose name ends so: "norm" is also "input_layernorm".
+    # PEFT takes every module whose name ends so: "norm" also matches "input_layernorm".
     elif saved := {each for each in adapter.settings.modules_to_save if f"{each}." in rest}:
         adapter.retrained.update(saved)
     elif rest.endswith(".bias"):

@@ -14,7 +14,7 @@ from genlm.kit.adapter_files.config import CONFIG, brief
 from genlm.kit.adapter_files.names import Chosen, NamePattern, ends
 from genlm.kit.adapter_files.tensors import MOST_NAME
 
-#: The largest rank; the largest ``lora_alpha``; the most names in a list of them.
+#: The largest rank, the largest ``lora_alpha``, and the most names in a list.
 MOST_RANK, MOST_SCALE, MOST_NAMES = 1 << 13, 1 << 30, 256
 
 RANK = f"an integer from 1 to {MOST_RANK}"
@@ -74,7 +74,8 @@ class Settings:
     def adapts_parameters(self, module: str) -> bool:
         """Whether ``module`` holds parameters that the adapter targets directly."""
         names = set(ends(module.replace(".base_layer", "")))
-        # A parameter by its own name may be any module's but those that are targets themselves.
+        # The name of a parameter without its module applies to all modules, except those that are
+        # targets themselves.
         return bool(names & (self._owners - {""})) or (
             "" in self._owners and not names & self._targets.listed
         )

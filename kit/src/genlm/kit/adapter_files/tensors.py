@@ -19,7 +19,7 @@ MOST_HEADER = 32 << 20
 #: The longest name of a tensor or module, in characters, and the most dimensions of a tensor.
 MOST_NAME, MOST_DIMENSIONS = 512, 8
 
-#: The types that an adapter may have, as the format names them.
+#: The types of tensors that an adapter may have, under the format's names.
 DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -86,7 +86,8 @@ def require_finite(file: Path, tensors: Iterable[Tensor]) -> None:
 
     with safe_open(file, framework="pt") as opened:
         for tensor in tensors:
-            if not opened.get_tensor(tensor.name).float().isfinite().all():  # as engines compute
+            # In float32, in which engines compute.
+            if not opened.get_tensor(tensor.name).float().isfinite().all():
                 raise InvalidAdapterError(
                     f"{file} has NaN or infinite numbers in {tensor.name}; train the adapter "
                     "again, or take an earlier checkpoint of it"

@@ -67,8 +67,8 @@ class Capacity:
         tree = self._tree
         sizes = Counter(self._costs.columns(slot.size) for slot in tree.slots)
         columns, count = max(needs.columns, *sizes, 0), sizes.total() + needs.slots
-        # With long slots in the table a batch of short ones takes more, because all slots have the
-        # same length. If that is more than twice as much, the long slots should go.
+        # All slots have the same length, so with long slots in the table, a batch of short ones
+        # takes more room. If it takes more than twice as much, the long slots should be evicted.
         limit = self._table.limit(slots * max(least, min(columns, 2 * needs.columns)) + trunks)
         room = limit - tree.trunk_positions - needs.trunks
         dropped = True
@@ -97,7 +97,7 @@ class Capacity:
         return (
             len(tree.slots) + needs.slots <= tree.allocated
             and needs.columns <= tree.columns
-            # What the batch takes is more than this, so the limit is not less.
+            # The batch takes at least this much, so the limit cannot be lower.
             and positions <= self._table.limit(needs.slots * needs.columns + needs.trunks)
         )
 

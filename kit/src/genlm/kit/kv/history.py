@@ -35,7 +35,8 @@ class _Noted:
         self.limit = table.limit
 
     def do(self, command: Command) -> None:
-        words = in_words(command)  # before: a command may change what it names
+        # Put into words first, because a command may change the objects that it names.
+        words = in_words(command)
         try:
             self._table.do(command)
         except BaseException:

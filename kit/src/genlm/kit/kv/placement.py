@@ -114,15 +114,16 @@ class Placement(Generic[A]):
 def nested(batch: Sequence[Placement[A]]) -> list[Placement[A]]:
     """The placements without those that are inside of others, which then have them."""
     alike: defaultdict[tuple[int, Segment | None, int], list[Placement[A]]] = defaultdict(list)
-    for placement in batch:  # what one begins with has as much in common with what is known
+    # A sequence that begins with another one shares as much with known contexts.
+    for placement in batch:
         alike[placement.sequence.version, placement.found, placement.shared].append(placement)
     within = set[Placement[A]]()
     for some in alike.values():
         if len({placement.sequence.length for placement in some}) == 1:
-            continue  # none begins with another, and no key is made
+            continue  # no sequence begins with another, so no key is made
         some.sort(key=lambda placement: placement.sequence.key, reverse=True)
         whole, *others = some
-        for part in others:  # right behind those that begin with it
+        for part in others:  # these follow the sequences that begin with them
             if whole.sequence.key.startswith(part.sequence.key) and whole.computes(part):
                 whole.inside = [*whole.inside, part]
                 within.add(part)

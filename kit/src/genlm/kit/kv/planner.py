@@ -20,7 +20,7 @@ from genlm.kit.segments import Segment, Slot, Trunk
 
 A = TypeVar("A", bound=TokenSequence)
 
-#: The numbers for a batch, and how many positions of each trunk it would copy.
+#: The costs for a batch, and how many positions of each trunk it would copy.
 Weighed = tuple[SharingCosts, Counter[Trunk]]
 
 
@@ -141,11 +141,11 @@ class Planner(Generic[A]):
                 needs = self._needs(batch)
             if self._begin(batch, needs):
                 return batch
-            if len(batch) == 1:  # not even with its own source: start from nothing
+            if len(batch) == 1:  # even its own source does not fit beside it, so start from nothing
                 alone = Placement(batch[0].index, batch[0].sequence)
                 alone.inside = batch[0].inside
                 if (found := batch[0].found) is not None and found.pinned:
-                    alone.kept = batch[0].kept  # what is pinned stays where it is
+                    alone.kept = batch[0].kept  # a pinned segment stays where it is
                 if self._shares and alone.sequence.length >= self._costs.trunk:
                     alone.cut = alone.sequence.length
                 return [alone] if self._begin([alone], self._needs([alone])) else []
@@ -164,7 +164,8 @@ class Planner(Generic[A]):
         self._give_up([placement for placement in self._running if placement not in wanted])
         computed = [placement for placement in self._running if placement in wanted]
         self._running = []
-        for placement in computed:  # all first: the new key of one may be the old key of another
+        # Remove all old keys first, because the new key of one may be the old key of another.
+        for placement in computed:
             if placement.kept and placement.continued and placement.slot is not None:
                 self.tree.rename(placement.slot, placement.sequence.tokens)
         for placement in computed:
@@ -174,7 +175,7 @@ class Planner(Generic[A]):
             elif not placement.continued:
                 for segment in reversed(placement.own):
                     self.tree.discard(segment)
-        self._shorten(computed)  # last: it drops kept state, and may fail
+        self._shorten(computed)  # last, because this drops kept state, and may fail
 
     def _shorten(self, computed: Sequence[Placement[A]]) -> None:
         """Keep the paths below new trunks short; the segments in which sequences end stay."""
@@ -208,7 +209,7 @@ class Planner(Generic[A]):
             for placement in batch:
                 if (slot := placement.slot) is not None:
                     self._table.do(Blank(slot, max(placement.start - slot.start, 0)))
-        except Exception as error:  # no slot can be shared any more
+        except Exception as error:  # after this, no slot can be shared
             self._running = []
             self._capacity.lose(error)
 
@@ -271,10 +272,10 @@ class Planner(Generic[A]):
             new = [placement.new_tokens for placement in batch]
         scored = any(
             placement.sequence.keep > 1 for placement in batch
-        )  # these are compared in any case
+        )  # these sequences are compared in any case
         each = min(self._costs.each, 2) if scored else self._costs.each
         if sum(new) - max(new, default=0) < self._costs.waiting or max(new) < each:
-            return batch, {}  # nobody would wait for one of these
+            return batch, {}  # no sequence would wait for one of these
         followers: dict[int, list[tuple[Placement[A], int]]] = {}
         cost: BatchCost[int] = BatchCost(each)
         # The longest sequence comes first, because others may be inside it.
@@ -323,7 +324,7 @@ class Planner(Generic[A]):
     def _weighed(self, batch: Sequence[Placement[A]], waiting: int) -> Weighed:
         """The numbers for decisions on sharing in a batch for which this many sequences wait."""
         saved: Counter[Trunk] = Counter()
-        if not self._costs.plenty:  # as good as always
+        if not self._costs.plenty:  # as if memory were always plentiful
             return self._costs, saved
         for placement in batch:
             if isinstance(below := placement.below(), Trunk):
@@ -398,7 +399,7 @@ class Planner(Generic[A]):
                     self._table.do(NewTrunk(placement.trunk))
             self._copy(new)
         except BaseException:
-            self._running = new  # into others nothing has been written
+            self._running = new  # nothing was written into the other slots
             self.abandon()
             raise
         return True

@@ -9,11 +9,12 @@ from genlm.core.types import Query
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.prefixes import PrefixIndex, tokens_in
 
-#: A sequence takes rows from another one if that gives it at least this many rows, or all of them.
-#: The first row is the context's own: to start one token later than others is not worth it.
+#: A sequence takes rows from another one if it gets at least this many, or all of its rows, from
+#: there. The first row is that of the context itself; starting one token later than the others is
+#: not worth it.
 MIN_ROWS_TAKEN = 2
 
-#: For each row the scores that it gives.
+#: For each row, the indices of the scores that it gives.
 Given = list[list[int]]
 
 
@@ -27,7 +28,8 @@ def scored_sequences(
     for query, continuation in zip(queries, continuations, strict=True):
         whole = query.context.followed_by(tuple(continuation[:-1]))
         sequence = TokenSequence(whole, query.adapter, len(continuation))
-        sequence.continue_key(contexts[query].key, query.length)  # made once for a context
+        # The key of a context is made once.
+        sequence.continue_key(contexts[query].key, query.length)
         sequences.append(sequence)
     return sequences
 
@@ -56,10 +58,10 @@ class ScoredRows:
     ) -> None:
         self.pieces: list[TokenSequence] = []
         self._tokens = [*chain.from_iterable(continuations)]
-        self._given: list[Given] = []  # of each piece
+        self._given: list[Given] = []  # for each piece, the scores that its rows give
         scores = [0, *accumulate(map(len, continuations))]
         known: PrefixIndex[bytes, tuple[int, Given]] = PrefixIndex()
-        # The longest first, in the order in which they are computed: others wait for it.
+        # The longest sequence comes first, because the others wait for it.
         lengths = [(-sequence.length, sequence.latest_start) for sequence in sequences]
         for at in sorted(range(len(sequences)), key=lengths.__getitem__):
             sequence = sequences[at]

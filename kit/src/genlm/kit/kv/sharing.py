@@ -145,13 +145,15 @@ class BatchCost(Generic[T]):
 
     def __init__(self, least: float, nests: bool = False) -> None:
         self._least, self._nests = least, nests
-        # No key is made of a sequence that computes fewer tokens: making it would take too long.
+        # No key is made for a sequence with fewer tokens to compute, because that would take too
+        # long.
         self._new = min(least, 2) if nests else least
         self._index: PrefixIndex[bytes, tuple[T, int]] = PrefixIndex()
 
     def add(self, sequence: TokenSequence, known: int, value: T) -> None:
         """Add a sequence to the batch. The state of its ``known`` leading tokens is kept."""
-        if sequence.length - known >= self._new:  # else it computes too little for others
+        # Otherwise too few tokens are computed to be shared.
+        if sequence.length - known >= self._new:
             self._index.add(sequence.key, (value, known))
 
     def leader(self, sequence: TokenSequence, known: int) -> tuple[T | None, int]:
@@ -172,8 +174,8 @@ class BatchCost(Generic[T]):
         return (value, shared) if shared - known >= self._least else (None, known)
 
 
-#: Slots on the same trunk, in the order of their keys, and how many first positions each two
-#: neighbours have in common.
+#: Slots on the same trunk, in the order of their keys, and the lengths of the common prefixes of
+#: neighbours.
 Family = tuple[list[Slot], list[int]]
 
 
@@ -227,7 +229,8 @@ def parts_of(shared: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         >>> sorted(parts_of([3, 1, 0, 2, 2]))
         [(0, 1, 3), (0, 2, 1), (3, 5, 2)]
     """
-    rising: list[tuple[int, int]] = []  # the first, and what is common from there on
+    # The first slot, and the length of the common prefix from there on.
+    rising: list[tuple[int, int]] = []
     for at, common in enumerate([*shared, 0]):
         since = at
         while rising and rising[-1][1] > common:

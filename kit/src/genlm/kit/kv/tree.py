@@ -37,10 +37,10 @@ class Tree:
         self.slot_positions = self.trunk_positions = 0
         self.state = object()
         self._pins: set[Segment] = set()
-        self._ends: dict[tuple[int, int], Segment] = {}  # the kept ones by name
-        self._free: list[int] = []  # a heap: the lowest is taken first
-        # Kept segments by key and the sorted keys, both as of the last search. Since then, the keys
-        # in ``_gone`` have been dropped or changed, and the segments in ``_come`` are new or
+        self._ends: dict[tuple[int, int], Segment] = {}  # the kept segments by name
+        self._free: list[int] = []  # a heap, so that the lowest index is taken first
+        # The kept segments by key and their sorted keys, as of the last search. Since then, the
+        # keys in ``_gone`` were dropped or changed, and the segments in ``_come`` are new or
         # changed.
         self._sorted: list[Segment] = []
         self._keys: list[bytes] = []
@@ -62,7 +62,7 @@ class Tree:
         usual step, in which a known context grows by one token, this is one look-up: the new token
         must be computed anyway, whatever other segments share."""
         state, found, shared = sequence.looked_up
-        if state is not self.state:  # else nothing has changed since it was found
+        if state is not self.state:  # otherwise nothing has changed since the last look-up
             tokens = sequence.tokens
             found = self.at_end(sequence.version, tokens)
             if found is None and tokens.grown:
@@ -83,7 +83,7 @@ class Tree:
         shared = tokens_in(common)
         if shared == 0:
             return None, 0
-        # On a tie, prefer the one that ends there: it can be continued in place.
+        # On a tie, prefer the segment that ends there, because it can be continued in place.
         ending = prefix_of(key, shared)
         first = bisect_left(self._keys, ending)
         return self._sorted[first if self._keys[first] == ending else at], shared
@@ -220,7 +220,7 @@ class Tree:
         self.state = object()
         self._unsort(segment)
         del self.kept[segment]
-        if self._ends.get(segment.name) is segment:  # not another one of the same hash
+        if self._ends.get(segment.name) is segment:  # another segment may have the same hash
             del self._ends[segment.name]
         self.discard(segment)
 

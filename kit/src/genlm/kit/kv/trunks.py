@@ -41,9 +41,9 @@ class Trunks:
         self._capacity = capacity
         self._table = table
         self._ample, self._tight = costs, evolve(costs, plenty=0)
-        self._new_slots = 0  # since slots were last looked at for what they have in common
-        # The arguments of the last search for slots that are too long, if it found none, and how
-        # many slots are new since then.
+        self._new_slots = 0  # new slots since the last search for common prefixes
+        # The arguments of the last search for slots that are too long, if it found none, and the
+        # number of new slots since then.
         self._vain: tuple[int, SharingCosts, int] | None = None
         self._since_vain = 0
 
@@ -56,14 +56,14 @@ class Trunks:
         """
         changed = False
         protected = {placement.found for placement in batch if placement.found is not None}
-        # A context that extends its slot, or ends in it, runs there and shares nothing by itself.
+        # A context that extends its slot, or ends in it, runs there and shares nothing new.
         new = [placement for placement in batch if not placement.continued]
         forked = {placement.found for placement in new}
         wanted: dict[Slot, list[int]] = {}
         for placement in batch if new else ():
             if isinstance(placement.found, Slot) and placement.found in forked:
                 wanted.setdefault(placement.found, []).append(placement.start)
-        # Slots that have become trunks are weighed as the slots that they were.
+        # Slots that have become trunks are weighed as if they were still slots.
         whole = [placement for placement in new if placement.cut == placement.sequence.length]
         apart = [placement.sequence.length - placement.base for placement in whole]
         columns = max([needs.columns, *apart])
@@ -160,7 +160,7 @@ class Trunks:
         protected = needs.protected.union(*(slots for slots, _ in chosen))
         for slots, cut in chosen:
             if not self._are_kept(slots):
-                continue  # what the others have in common is found anew
+                continue  # the common prefix of the others is searched for again
             if not self.split(slots, cut, protected):
                 break
             done = True
@@ -191,7 +191,7 @@ class Trunks:
         columns = max(needs.columns, *(self._ample.columns(slot.size) for slot in slots), 0)
         costs = costs or self.costs(needs.slots, columns)
         unused = count * (columns - costs.spare) - costs.waste * needs.computed
-        if unused <= costs.plenty:  # whatever they have in common
+        if unused <= costs.plenty:  # sharing is not worth it, whatever they have in common
             return []
         families = families_of(slots)
         distinct = tree.slot_positions - sum(sum(common) for _, common in families)
@@ -232,7 +232,7 @@ class Trunks:
             trunk = self._collected(first, context)
         if longer := [
             slot for slot in slots if slot.stop > cut
-        ]:  # the trunk took the others' place
+        ]:  # the trunk has replaced the others
             self._move(longer, trunk)
         self._tree.touch(trunk)
         self.shorten(trunk, protected)
@@ -256,7 +256,7 @@ class Trunks:
         columns = max(slot.stop for slot in slots) - trunk.stop
         try:
             self._table.do(Shift(tuple(slots), trunk.stop - slots[0].start, columns))
-        except BaseException as error:  # with only some layers moved, they are incomplete
+        except BaseException as error:  # with only some layers moved, the trunks are incomplete
             pinned = sum(slot.pinned for slot in slots)
             lost = {"slots": len(slots), "pinned": pinned, "reason": describe_error(error)}
             logger.warning("kv.lost", **lost)
@@ -273,7 +273,9 @@ class Trunks:
         while (below := upper.parent) is not None:
             alone = below.children == {upper} and below.stop == upper.start and not below.pinned
             if alone and below.size <= 2 * upper.size:
-                self._join(upper)  # only of similar size: nothing is copied over log(n) times
+                # Only trunks of similar size are joined, so that no position is copied more than
+                # log(n) times.
+                self._join(upper)
             else:
                 upper = below
         while len(path := [trunk, *(below for below, _ in trunk.path())]) > self._ample.path:

@@ -14,7 +14,7 @@ from genlm.kit.verify.subject import Subject
 if TYPE_CHECKING:
     from genlm.kit.verify.report import Report
 
-#: What an adapter is called while it is verified.
+#: The name of an adapter while it is verified.
 ADAPTER = "verified"
 
 

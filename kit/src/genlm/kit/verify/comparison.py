@@ -17,10 +17,11 @@ from genlm.kit.verify.report import Compared, Report, allowed
 from genlm.kit.verify.subject import Subject, others_in
 from genlm.kit.verify.transformers_rows import NEAR, Answer, Scaled
 
-#: A row of the engine, for token ids: float32 log-probabilities.
+#: The engine's function from token ids to a row of float32 log-probabilities.
 Row = Callable[[Sequence[int]], torch.Tensor]
 
-#: Types whose rounding transformers can show; what others are, is shown in float32.
+#: The types in which transformers' own rounding is measured. For an engine in any other type, only
+#: float32 rows are compared.
 HALF = ("bfloat16", "float16")
 
 

@@ -11,17 +11,17 @@ from attrs import frozen
 
 from genlm.kit.scaled_copy import thresholds
 
-#: How long contexts are that no threshold concerns.
+#: The lengths of contexts that no threshold affects.
 SHORT = (5, 13, 24)
 
-#: By how many tokens contexts go beyond a threshold. The first token beyond a window leaves out the
-#: one that begins the text, to which most models attend more than to any other.
+#: How many tokens contexts extend beyond a threshold. The first token beyond a window drops the
+#: first token of the text, to which most models attend more than to any other.
 BEYOND = (1, 2, 9)
 
-#: Settings that name tokens: a model may treat them in a way of its own.
+#: Settings that name tokens, which a model may treat specially.
 NAMES_A_TOKEN = re.compile(r"token_(id|ids|index|indices)$")
 
-#: Embeddings beyond this part of them may be padding, and have never been trained.
+#: Embeddings after this fraction of them may be padding, and may never have been trained.
 TRAINED = 0.9
 
 

@@ -21,10 +21,10 @@ from genlm.kit.verify.transformers_rows import Answer, Scaled, Unknown, nearer
 
 PROGRAM = "from genlm.kit.verify.engine_rows import main; main()"
 
-#: The longest context of a scaled copy, tokens.
+#: The longest context of a scaled copy, in tokens.
 LONGEST = 64
 
-#: How long an engine may take to load one, seconds.
+#: The most seconds in which an engine must load a scaled copy.
 PATIENCE = 600.0
 
 
@@ -62,7 +62,7 @@ def _rows(subject: Subject, copy: Scaled, groups: tuple[Group, ...]) -> Rows:
     options = nearer(subject.options, copy.thresholds)
     try:
         question = pickle.dumps(Serve(subject.backend, copy.source.folder, options, contexts))
-    except Exception as error:  # classes may raise anything
+    except Exception as error:  # a class may raise any exception
         raise Unanswered(
             f"an option cannot be sent to a process ({describe_error(error)})"
         ) from error

@@ -57,11 +57,11 @@ def main() -> None:
     """Read one pickled question from the standard input, and write the answer to the standard
     output."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what engines print must not be in the answer
+    os.dup2(2, 1)  # output of engines must not get into the answer
     question: Serve = pickle.load(sys.stdin.buffer)
     try:
         answer: Rows | Unknown = rows(question)
-    except Exception as error:  # an engine may raise anything
+    except Exception as error:  # an engine may raise any exception
         answer = Unknown(describe_error(error))
     pickle.dump(answer, answers)
     answers.close()

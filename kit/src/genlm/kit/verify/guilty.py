@@ -11,7 +11,7 @@ import torch
 
 from genlm.kit.scaled_copy import INNER_WIDTH, LAYERS, WIDTH
 
-#: Settings that say nothing of the computation, or on which the shapes of weights depend.
+#: Settings that do not affect the computation, or on which the shapes of weights depend.
 NOT_TRIED = re.compile(
     r"token_(id|ids|index)$|dropout|initializer|label|architectures|dtype|name_or|version|cache"
     r"|^output_|return_dict|vocab|num_.*heads|model_type|_attn_impl|max_position|id2|layer_types"
@@ -25,7 +25,7 @@ def defaults(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     part = next((n for n in config.sub_configs if getattr(config, n, None) is text), None)
     try:
         usual = type(text)().to_dict()
-    except Exception:  # some classes have none
+    except Exception:  # some classes have no such attribute
         return
     for name, value in text.to_dict().items():
         if name not in usual or value == usual[name] or _is_size(name):

@@ -58,5 +58,5 @@ def _key(subject: Subject) -> str | None:
             platform.node(),
         ]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    except (OSError, TypeError, ValueError):  # such as a function among the options
+    except (OSError, TypeError, ValueError):  # for example, because the options contain a function
         return None

@@ -30,7 +30,7 @@ from genlm.kit.verify.transformers_rows import (
     Unknown,
 )
 
-#: Not by ``-m``, so that classes have their usual names when they are pickled.
+#: The program is not run by ``-m``, so that classes have their usual names when they are pickled.
 PROGRAM = "from genlm.kit.verify.transformers_rows import main; main()"
 
 #: What it finds in its environment: no accelerator, no network, no bars.
@@ -73,7 +73,7 @@ class Reference:
                 stderr=self._log,
                 env=inherited,
             )
-        except (OSError, TypeError) as error:  # the latter where Python does not know its own name
+        except (OSError, TypeError) as error:  # TypeError if Python does not know its own path
             raise Unanswered(f"no Python can be started here: {describe_error(error)}") from error
 
     def __enter__(self) -> Self:

@@ -10,10 +10,10 @@ from typing import Any
 
 from attrs import field, frozen
 
-#: Distributions whose versions may change rows, beside the engine's.
+#: Distributions whose versions may change rows, besides the engine's.
 LIBRARIES = ("genlm-kit", "torch", "transformers")
 
-#: Files that hold weights.
+#: Patterns of files that hold weights.
 WEIGHTS = ("*.safetensors", "*.bin")
 
 #: Seconds that the process needs to import transformers, and for each gigabyte of weights: measured
@@ -63,14 +63,14 @@ class Subject:
         if Path(self.model).is_dir():
             return Path(self.model)
         if Path(self.model).exists():
-            return None  # one file, such as a GGUF
+            return None  # the model is one file, such as a GGUF file
         try:
             from huggingface_hub import try_to_load_from_cache
 
             held = try_to_load_from_cache(
                 self.model, "config.json", cache_dir=self.cache_dir, revision=self.revision
             )
-        except (ImportError, ValueError):  # no name that the hub could have
+        except (ImportError, ValueError):  # the name cannot be one of the hub
             return None
         return Path(held).parent if isinstance(held, str) else None
 

@@ -31,7 +31,8 @@ from genlm.kit.verify.contexts import Chosen, Group
 ROTARY = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"}
 BASES = ("rope_theta", "partial_rotary_factor")
 
-#: How many bytes of weights are held in memory; more are read from disk layer by layer.
+#: The most bytes of weights that are held in memory. The weights of larger models are read from
+#: disk layer by layer.
 IN_MEMORY = 2 << 30
 
 #: The first version of accelerate that leaves all weights of a model on disk.
@@ -40,10 +41,10 @@ OFFLOADS = "1.15"
 #: Where the thresholds of a scaled copy are, tokens; some engines count in blocks of as many.
 NEAR = 16
 
-#: The smallest heads for which engines have kernels.
+#: The smallest head size for which engines have kernels.
 LEAST_HEAD = 32
 
-#: Files that a scaled copy has of its own, or does without.
+#: Files that a scaled copy replaces or does not need.
 OF_THE_WEIGHTS = (
     "*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.json", "config.json",
     "generation_config.json",
@@ -147,7 +148,7 @@ class CannotCompute(Exception):
 def main() -> None:
     """Answer until the input ends."""
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not be among the answers
+    os.dup2(2, 1)  # output of libraries must not get among the answers
     while True:
         try:
             question = pickle.load(questions)
@@ -157,7 +158,7 @@ def main() -> None:
             answer: object = answer_to(question)
         except CannotCompute as error:
             answer = Unknown(str(error))
-        except Exception as error:  # a model's code may raise anything
+        except Exception as error:  # a model's code may raise any exception
             answer = Unknown(f"transformers fails on it ({describe_error(error):.300})")
         pickle.dump(answer, answers)
         answers.flush()
@@ -204,7 +205,7 @@ def explanation(question: Explain) -> str | None:
         source = evolve(question.source, changes={**question.source.changes, **changes})
         try:
             (rows,) = rows_of(source, [Group(name, question.contexts)])
-        except Exception:  # such as weights of another shape
+        except Exception:  # for example, because a weight has another shape
             continue
         if guilty.apart(rows, question.rows) <= question.allowed:
             return name
@@ -326,7 +327,7 @@ def _loaded(key: bytes) -> Any:
 
     config = configuration(source)
     options: dict[str, Any] = {
-        "attn_implementation": "eager",  # transformers' other ones leave settings out
+        "attn_implementation": "eager",  # transformers' other implementations ignore some settings
         "dtype": getattr(torch, source.dtype),
         "output_loading_info": True,
     }
