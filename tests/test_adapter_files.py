@@ -160,7 +160,7 @@ def test_scales_and_ranks_by_module(write):
     assert adapter.modules[V].scale == pytest.approx(4 / 3**0.5)  # "proj" is only a part of a name
 
 
-def test_the_same_as_plain_lora(write, tmp_path):
+def test_features_are_converted_to_plain_lora(write, tmp_path):
     adapter = read_adapter(
         write(
             {**lora(Q, rank=1), **lora(V, rank=3)},
@@ -227,7 +227,7 @@ def test_an_adapter_of_another_model_names_both_shapes(write, module, inputs, me
         ("down_proj", "model.layers.0.experts"),
     ],
 )
-def test_where_parameters_are_adapted_ranks_are_of_all_experts_together(write, target, module):
+def test_rank_of_adapted_parameters_counts_all_experts(write, target, module):
     folder = write(lora(module, rank=16), target_parameters=[target], target_modules=["q_proj"])
     assert read_adapter(folder).modules[module].rank == 16
 
@@ -287,7 +287,7 @@ def test_shapes_of_a_model():
         ),
     ],
 )
-def test_a_configuration_or_tensors_that_are_not_sound(write, settings, message):
+def test_invalid_configuration_or_tensors_are_rejected(write, settings, message):
     with pytest.raises(InvalidAdapterError, match=message):
         read_adapter(write(**settings))
 
@@ -323,7 +323,7 @@ def header(**changes: Any) -> bytes:
     ],
     ids=lambda value: None if isinstance(value, str) else "",
 )
-def test_a_file_that_is_not_sound(write, content, message):
+def test_invalid_file_is_rejected(write, content, message):
     folder = write()
     write_safetensors(folder, content, bytes(16))
     started = time.process_time()
@@ -427,7 +427,7 @@ def test_a_file_that_lacks_a_layer(write, settings, lacks, monkeypatch):
         (["model.lm_head"], False),
     ],
 )
-def test_a_model_of_which_only_the_depth_is_known(write, adapted, lacks):
+def test_adapter_is_checked_against_the_depth_alone(write, adapted, lacks):
     shapes = {at: size for name in adapted for at, size in lora(name).items()}
     adapter = read_adapter(write(shapes, target_modules=r".*_proj"))
     missing = "model.layers.2" if OTHER in adapted else "model.layers.1"

@@ -87,9 +87,7 @@ class Watched(str):
     ],
     ids=["clear, remove", "remove, clear", "choose, remove", "remove, choose"],
 )
-def test_a_default_changed_and_removed_meanwhile_harms_no_call_that_names_none(
-    mock, changes, answered_by
-):
+def test_changed_default_adapter_does_not_break_a_call_without_a_name(mock, changes, answered_by):
     lm = mock()
     name = Watched("a")
     lm.add_new_lora("path/a", name)

@@ -116,7 +116,7 @@ class CountingLoop(asyncio.SelectorEventLoop):
         raise AssertionError("a timer was set")
 
 
-def test_a_lone_request_waits_for_nobody(mock, gate):
+def test_single_request_does_not_wait(mock, gate):
     """Nothing else happens on the loop, and no timer is set: the request alone must start the
     engine."""
     lm = mock()

@@ -141,7 +141,7 @@ def test_compare_fails_where_a_side_failed(tmp_path, bench, capsys):
     assert "0 cases compared" in capsys.readouterr().out
 
 
-def test_what_was_measured_on_another_day_stays_in_the_results(bench):
+def test_results_of_another_day_are_kept(bench):
     names = ("batcher", "trie", "gone")
     write([record(runs_of(name, "ours", 10)) for name in names], command.RESULTS)
     (run,) = runs_of("trie", "ours", 10)

@@ -11,7 +11,7 @@ import pytest
 from genlm.conformance.trust.canaries import ESCAPE, TRAPS, canaries
 
 
-def test_every_trap_goes_off_where_it_is_run(tmp_path):
+def test_every_canary_reports_execution(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "llama"}))

@@ -32,7 +32,7 @@ def test_candidates_that_share_rows_are_left_to_them(candidates, native):
     assert cheaper_as_requests(scores) == scores * native
 
 
-def test_each_context_has_its_own():
+def test_each_context_is_weighed_separately():
     alike = [ScoreRequest(CONTEXT, each) for each in lists(9, 1, start=range(8))]
     others = [ScoreRequest(Query((n,)), tuple(range(5))) for n in range(2)]
     assert cheaper_as_requests([*alike, *others]) == others

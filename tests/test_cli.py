@@ -123,7 +123,7 @@ def genlm_load(model, options):
 """
 
 
-def test_an_error_of_a_plugin_is_a_line_and_its_traceback_is_there_on_request(install, capsys):
+def test_plugin_error_is_one_line_unless_traceback_is_requested(install, capsys):
     install("fails", BROKEN.format("raise KeyError('no weights')"))
     top = ["top", "any", "x", "--backend", "fails"]
     assert main(top) == 1
@@ -146,7 +146,7 @@ def test_an_interrupted_command_ends_as_shells_expect(monkeypatch):
 
 
 @pytest.mark.parametrize("asked", ["backends", "--version"])
-def test_a_reader_that_has_seen_enough_is_told_nothing(asked):
+def test_closed_output_pipe_ends_silently(asked):
     with subprocess.Popen(
         [*GENLM, asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -254,7 +254,7 @@ def test_top_prints_the_ten_likeliest_tokens_with_bars(genlm):
         (["sample", *ON_MOCK, "--max-tokens", "2", "--seed", "5"], rb"\?\n$"),
     ],
 )
-def test_where_the_output_shows_ascii_alone_it_gets_nothing_else(monkeypatch, command, shown):
+def test_ascii_output_gets_only_ascii(monkeypatch, command, shown):
     """The standard error may show more, as on Windows, where only one of them is a file."""
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     assert main(command) == 0
@@ -264,7 +264,7 @@ def test_where_the_output_shows_ascii_alone_it_gets_nothing_else(monkeypatch, co
 # --- doctor, backends -----------------------------------------------------------------------------
 
 
-def test_doctor_says_what_there_is_and_what_would_be_used(
+def test_doctor_lists_the_machine_and_the_default_backend(
     install, genlm, monkeypatch, tmp_path: Path
 ):
     install("good", preference=1000)

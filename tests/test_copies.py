@@ -109,7 +109,7 @@ def test_a_row_without_padding_that_is_not_normalised_is_the_engines_fault() -> 
         lm.next_token_logprobs_sync([7])
 
 
-def test_whoever_keeps_a_row_keeps_no_other() -> None:
+def test_keeping_a_row_keeps_no_other_alive() -> None:
     with AsyncLM(lambda: Engine(WIDTH), backend="mine") as lm:
         rows, _ = rows_of(lm, 20, [7])
         rows[3].zero_()  # it is the caller's own
@@ -158,7 +158,7 @@ def test_a_call_that_takes_many_steps_keeps_none_of_their_other_rows() -> None:
     assert engine.most == 0
 
 
-def test_nothing_is_kept_for_a_caller_who_has_gone() -> None:
+def test_nothing_is_kept_for_a_cancelled_caller() -> None:
     call = Call([1, 2], concurrent.futures.Future(), list)
     call.give(0, torch.zeros(3, WIDTH)[1])
     call.future.cancel()

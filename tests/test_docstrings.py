@@ -48,7 +48,7 @@ def test_the_examples_of_a_module(name: str) -> None:
     ],
     ids=lambda thing: thing.__name__,
 )
-def test_there_is_an_example(documented: Any) -> None:
+def test_public_name_has_an_example(documented: Any) -> None:
     assert "Examples:\n" in documented.__doc__
     name = documented.__name__
     module = documented if isinstance(documented, ModuleType) else None

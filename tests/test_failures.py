@@ -120,7 +120,7 @@ def test_callers_of_one_request_get_errors_of_their_own_with_one_cause(mock, fai
 
 
 @both
-def test_an_error_keeps_nothing_of_what_was_being_computed(mock, continuous):
+def test_error_keeps_no_tensors_alive(mock, continuous):
     computed: list[weakref.ref[torch.Tensor]] = []
 
     def evaluate(queries):

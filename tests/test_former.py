@@ -55,7 +55,7 @@ def test_setting_an_option_after_loading_names_the_option_of_the_load(name: str)
             getattr(lm, name)
 
 
-def test_other_attributes_are_ordinary() -> None:
+def test_unrelated_attributes_behave_normally() -> None:
     class Own(MockAsyncLM):
         check = None  # the name of an option
 

@@ -198,7 +198,7 @@ def test_a_batch_of_the_greatest_length(mock, monkeypatch):
         (7, "a list of contexts must be given; got 7"),
     ],
 )
-def test_batch_that_is_no_list_of_contexts_is_rejected(mock, contexts, message):
+def test_batch_must_be_a_list_of_contexts(mock, contexts, message):
     lm = mock()
     for way in (
         lambda: lm.batch_next_token_logprobs_sync(contexts),

@@ -25,7 +25,7 @@ def test_messages_come_in_order():
 
 
 @pytest.mark.parametrize("timeout", [-1.0, 0.0, 1e-9])
-def test_an_empty_one_says_so(timeout):
+def test_empty_mailbox_raises_at_once(timeout):
     with pytest.raises(queue.Empty):
         Mailbox[int]().get(timeout=timeout)
 
@@ -38,7 +38,7 @@ def test_waiting_thread_gets_the_message():
     assert answered.get(timeout=PATIENCE) == 2
 
 
-def test_a_time_that_is_over_is_over():
+def test_mailbox_with_an_expired_timeout_returns():
     """A ``queue.SimpleQueue`` hangs here on Python 3.11 and 3.12: between a first look and a second
     one the time has run out."""
 

@@ -47,7 +47,7 @@ def test_rows_are_pure_and_do_not_collide():
     assert all(map(torch.equal, rows, again))
 
 
-def test_a_distribution_of_ones_own():
+def test_mock_subclass_gives_its_own_rows():
     class Counting(MockAsyncLM):
         """As users of the library write it: with the random state of the base class."""
 
@@ -80,7 +80,7 @@ class OfWidth(MockAsyncLM):
 
 @pytest.mark.parametrize("width", [300, 0, (1, 258), (258, 1)])
 @pytest.mark.parametrize("continuous", [False, True])
-def test_a_row_of_ones_own_that_is_wider_than_the_vocabulary_or_none(width, continuous):
+def test_own_row_of_invalid_width_is_rejected(width, continuous):
     with OfWidth(width, continuous=continuous) as lm:
         for ask in (
             lambda: lm.next_token_logprobs_sync([1]),
@@ -92,7 +92,7 @@ def test_a_row_of_ones_own_that_is_wider_than_the_vocabulary_or_none(width, cont
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-def test_a_row_of_ones_own_that_is_narrower_lacks_the_last_tokens(continuous):
+def test_narrower_own_row_lacks_the_last_tokens(continuous):
     """As genlm-control's tests have it, whose rows are those of the tokens without the special
     ones."""
     with OfWidth(10, continuous=continuous) as lm:

@@ -185,7 +185,7 @@ def test_a_hub_that_cannot_be_reached_and_a_cache_that_cannot_be_written(the_hub
     assert raised.value.__suppress_context__
 
 
-def test_a_cache_in_place_of_which_is_a_file(the_hub, monkeypatch, tmp_path):
+def test_cache_folder_that_is_a_file_is_reported(the_hub, monkeypatch, tmp_path):
     the_hub(ConnectionError("no route"))
     (tmp_path / "file").touch()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
@@ -212,7 +212,7 @@ def test_the_mock_says_what_it_takes():
         load_model_by_name("/no/such/folder", backend="mock")
 
 
-def test_of_a_model_that_transformers_does_not_know_there_are_no_settings(tmp_path):
+def test_model_unknown_to_transformers_has_no_settings(tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text('{"model_type": "of nobody"}')
     with structlog.testing.capture_logs() as logs:

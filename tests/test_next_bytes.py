@@ -315,7 +315,7 @@ def test_a_text_ends_with_its_adapter():
         asyncio.run(follow(lm))
 
 
-def test_a_text_of_which_the_likely_ways_end_is_followed_by_the_others():
+def test_unlikely_tokenisations_are_followed_once_likely_ones_end():
     vocab = [b"a", b"aa", b"aaa", b"b", b"bb"]
 
     def row_of(token_ids):
@@ -346,7 +346,7 @@ def tabled(*table: list[float]) -> Asked:
     )
 
 
-def test_inside_tokens_none_is_left_out_that_is_as_likely_as_any():
+def test_equally_likely_tokenisation_is_never_left_out():
     async def follow():
         prefix = await BytePrefix.after(lm, [0], min_share=0.9)
         return await (await prefix.extend(b"ab")).next_byte_logprobs()
@@ -400,7 +400,7 @@ def test_a_trie_of_other_tokens_is_refused(lm):
             asyncio.run(next_bytes_logprob(lm, [0], b"ab", trie=TokenCharacterTrie(items)))
 
 
-def test_the_names_are_found_where_they_were():
+def test_former_import_paths_work():
     from genlm.core import trie
 
     assert trie.BytePrefix is BytePrefix

@@ -71,7 +71,7 @@ def test_an_observer_sees_the_error_of_a_call_and_callers_get_it(engine):
 
 
 @engines
-def test_nothing_can_be_taken_out_of_what_observers_see(engine):
+def test_observers_get_immutable_sequences(engine):
     def refused(*changes):
         for change in changes:
             with pytest.raises(AttributeError):
@@ -177,7 +177,7 @@ def test_answers_may_come_from_a_generator():
 
 
 @engines
-def test_failed_calls_are_counted_and_the_first_one_is_said(engine):
+def test_failed_calls_are_counted_and_the_first_is_reported(engine):
     with structlog.testing.capture_logs() as logs, opened(failing(engine)) as lm:
         gathered(lm.next_token_logprobs([1]), lm.next_token_logprobs([2]))
         assert lm.stats.failed_calls == 2  # both together, and the one alone

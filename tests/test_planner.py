@@ -530,7 +530,7 @@ def test_few_trunks_are_made_while_memory_is_plenty(known: bool) -> None:
     assert trunks(budget=9000, forks=8) == 1, "eight slots take more than half of it"
 
 
-def test_while_there_is_plenty_of_room_few_contexts_copy_a_pinned_trunk() -> None:
+def test_few_contexts_copy_a_pinned_trunk_while_memory_is_plentiful() -> None:
     prompt = [1] * 600
 
     def standing(budget: int, forks: int) -> int:
@@ -573,7 +573,7 @@ def test_forks_share_their_prompt_beside_a_longer_context() -> None:
     assert kept.tree.trunk_positions == 600 + 2000
 
 
-def test_all_that_wait_are_counted() -> None:
+def test_all_waiting_sequences_are_counted() -> None:
     """While a leader is computed, the rows of those that wait for another one are not there yet."""
     kept = Kept(15_000, SharingCosts(plenty=10_000))
     asked = [Wanted([*[prompt] * 600, at]) for prompt in (1, 2) for at in range(8)]

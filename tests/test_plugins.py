@@ -65,7 +65,7 @@ def test_a_third_partys_backend_is_found_and_loaded(install):
         (("any", "SGLang"), r"did you mean 'sgl'\?$"),
     ],
 )
-def test_a_name_that_nobody_has(install, arguments, said):
+def test_unknown_backend_is_rejected(install, arguments, said):
     install("sgl")
     with pytest.raises(BackendNotFoundError, match=said):
         load_model_by_name(*arguments)
@@ -123,7 +123,7 @@ def genlm_backend_info():
         (INFO.format(body="return BackendInfo('nameless', engine='')"), None, "yes"),
     ],
 )
-def test_whatever_a_plugin_does_is_reported_for_it_alone(
+def test_faulty_plugin_is_reported_without_affecting_others(
     install, monkeypatch, capsys, source, target, said
 ):
     install("bad", source, target=target)

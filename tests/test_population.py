@@ -53,7 +53,7 @@ def test_population_with_adapter_wrapper_and_no_cache_is_right(mock):
 
 
 @BOTH
-def test_two_programs_at_once_and_one_that_is_cancelled_disturb_nobody(mock, options):
+def test_concurrent_and_cancelled_programs_leave_a_population_right(mock, options):
     alone = [asyncio.run(smc(form, mock(**options), seed=3))[0] for form in FORMS]
 
     async def crowd():

@@ -90,7 +90,7 @@ def test_a_token_without_mass_is_never_drawn(uniform):
         assert mass == pytest.approx(0.0, abs=1e-7)
 
 
-def test_where_nothing_allowed_has_mass_the_log_mass_says_so():
+def test_log_mass_is_minus_infinity_if_nothing_allowed_has_mass():
     row = torch.tensor([[0.0, -math.inf, -math.inf]])
     ((token, mass),) = draw.function(row.clone(), [0.5], [[1, 2]])
     assert token in (1, 2)

@@ -50,7 +50,7 @@ def by_hand(weights, points):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weights", CASES, ids=str)
-def test_ancestors_are_those_of_brute_force(weights, kind):
+def test_ancestors_match_brute_force(weights, kind):
     n, source = len(weights), random.Random(3)
     log_weights = KINDS[kind](logs(weights))
     for _ in range(200):

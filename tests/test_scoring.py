@@ -83,7 +83,7 @@ def greedy(lm, prompt, length):
     return lm.sample_sync(prompt, length, [], temperature=0)
 
 
-def test_each_has_the_sum_of_its_scores_and_is_greedy_or_not(sharp):
+def test_score_has_the_sum_and_whether_it_is_greedy(sharp):
     first, third, last = (greedy(sharp, prompt, 40) for prompt in ([1, 2], [3], [4]))
     late = [*last[:-1], (last[-1] + 1) % 256]  # only its last token is another
     continuations = [first, [5, 6], third[:1], [*third[:2], 7], late]

@@ -72,7 +72,7 @@ def test_queue_seconds_cover_the_wait_for_the_engine(mock, gate):
     assert lm.stats.queue_seconds - began >= waited
 
 
-def test_the_difference_of_two_is_what_was_done_between_them(mock):
+def test_difference_of_stats_is_the_work_between_them(mock):
     lm = mock()
     lm.batch_next_token_logprobs_sync([[1], [2], [3]])
     before = lm.stats

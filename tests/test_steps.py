@@ -76,7 +76,7 @@ def test_no_request_joins_a_cold_row():
         row.result(PATIENCE)
 
 
-async def test_a_request_none_of_whose_callers_is_left_is_dropped_and_may_be_asked_again():
+async def test_request_without_callers_is_dropped_and_can_be_repeated():
     engine = Elsewhere()
     with model_of(engine) as lm:
         draw, row = later(lm.sample([1], 100, [])), later(lm.next_token_logprobs([2]))
@@ -180,7 +180,7 @@ def test_closing_wakes_the_engine():
             asked.result(PATIENCE)
 
 
-def test_a_wake_up_that_raises_harms_nobody_and_is_logged_once():
+def test_raising_wake_is_logged_once_and_fails_no_request():
     class Broken(Elsewhere):
         @hookimpl
         def genlm_wake(self):
@@ -356,7 +356,7 @@ async def test_after_a_failure_requests_are_admitted_one_by_one_and_new_requests
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-def test_kinds_take_turns_however_many_of_one_wait(mock, gate, continuous):
+def test_kinds_of_requests_take_turns(mock, gate, continuous):
     """A hundred rows wait. A cold one asked after them has its turn after one batch or two."""
     lm = mock(batch_size=10, **({"continuous": True, "steps": 1} if continuous else {}))
     gate.shut()

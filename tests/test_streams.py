@@ -39,7 +39,7 @@ async def test_a_token_comes_before_the_next_one_is_asked_for(mock, gate: Gate) 
         await anext(stream)
 
 
-async def test_a_loop_that_is_cancelled_lets_go_of_what_it_has_asked(mock, gate: Gate) -> None:
+async def test_cancelled_stream_drops_its_requests(mock, gate: Gate) -> None:
     lm = mock(continuous=True, steps=3)
     gate.shut()
     streaming = asyncio.ensure_future(collected(lm, [1], 5))

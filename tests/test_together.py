@@ -312,7 +312,7 @@ def test_a_result_that_is_a_view_keeps_no_other_alive(mock, make):
     assert [*map(type, results)] == [*map(type, make(seen[0]))]
 
 
-def test_no_matrix_outlives_its_step_also_where_the_function_raises(mock, ranked):
+def test_matrix_is_freed_after_its_step_even_if_the_function_raises(mock, ranked):
     lm = mock()
     gathered(*(lm.next_token_logprobs([at], then=ranked.then(0)) for at in range(8)))
     errors = gathered(*(lm.next_token_logprobs([at], then=ranked.then(999)) for at in range(2)))
@@ -463,7 +463,7 @@ def test_a_batch_call_that_takes_many_steps_keeps_results_and_no_rows(ranked):
     assert engine.most == 0
 
 
-def test_an_engine_with_nothing_but_rows_has_it_too(ranked):
+def test_engine_with_rows_only_supports_together(ranked):
     with AsyncLM(Plain, backend="plain") as lm:
         assert lm.next_token_logprobs_sync([4], then=ranked.then(1)) == Ranked.of(row_of(4), 1)
 
@@ -504,7 +504,7 @@ def test_an_engine_that_names_reductions_makes_them_and_no_row_comes(reducing, r
     assert one == Ranked.of(row_of(4), 1)
 
 
-def test_there_a_function_s_own_exception_comes_as_it_is(reducing):
+def test_reducing_engine_passes_on_the_functions_exception(reducing):
     numbers = [2, 0, 4]
     outcomes = gathered(
         *(reducing.next_token_logprobs([at], then=inverse(n)) for at, n in enumerate(numbers))
@@ -515,14 +515,14 @@ def test_there_a_function_s_own_exception_comes_as_it_is(reducing):
     assert reducing.next_token_logprobs_sync([1], then=nothing()) is None
 
 
-def test_there_exceptions_take_the_places_of_results_too(reducing):
+def test_reducing_engine_may_return_exceptions_as_results(reducing):
     found = reducing.batch_next_token_logprobs_sync(
         [[1], [2], [3]], then=map(inverse, (2, 0, 4)), return_exceptions=True
     )
     assert [*map(type, found)] == [float, ZeroDivisionError, float]
 
 
-def test_there_an_engine_that_fails_is_named_and_others_are_answered(ranked):
+def test_failing_reducing_engine_is_named_and_others_are_answered(ranked):
     fails = {"fail_on": lambda query: query.token_ids == (3,)}
     with AsyncLM(lambda: Reducing(**fails), backend="reducing") as lm:
         outcomes = gathered(*(lm.next_token_logprobs([at], then=ranked.then(0)) for at in range(6)))
@@ -531,7 +531,7 @@ def test_there_an_engine_that_fails_is_named_and_others_are_answered(ranked):
     assert outcomes[4] == Ranked.of(row_of(4), 0)
 
 
-async def test_there_a_cancelled_caller_is_dropped(reducing, gate, ranked):
+async def test_reducing_engine_drops_a_cancelled_caller(reducing, gate, ranked):
     first = await busy(reducing, gate, [0])
     leaves, stays = await started(
         reducing.next_token_logprobs([1], then=ranked.then(0)),

@@ -80,7 +80,7 @@ def test_the_estimate_is_unbiased(program, lm):
     assert error < 0.2 * expected
 
 
-def test_a_grammar_that_is_none_is_refused(program, lm):
+def test_invalid_grammar_is_rejected(program, lm):
     with pytest.raises(SystemExit, match="llguidance does not take this grammar"):
         language_of(program, lm, "(")
 

@@ -107,7 +107,7 @@ def test_a_continuation_does_not_begin_a_text(client, lm, monkeypatch):
     assert score == pytest.approx(float(expected))
 
 
-def test_a_continuation_has_no_space_that_the_text_has_not(client, lm, monkeypatch):
+def test_continuation_adds_no_space(client, lm, monkeypatch):
     """SentencePiece puts a space before every text that it is given."""
     encode = lm.encode
     monkeypatch.setattr(lm, "encode", lambda text, **options: encode(" " + text))

@@ -101,7 +101,7 @@ def test_pip_replaces_one_by_the_other_and_a_mixture_says_so(
     assert "No module named 'genlm.backend'" in environment.says()
 
 
-def test_it_is_little_more_than_re_exports() -> None:
+def test_compatibility_package_is_mostly_re_exports() -> None:
     """What behaviour a program needs is in the core or in a plugin. What 0.3 alone had, its
     warnings, its check of a byte decoder, its cache as a mapping and its drawings of tries, is
     here."""

@@ -36,7 +36,7 @@ def printed_by(capsys: pytest.CaptureFixture[str], real_model: str) -> Callable[
     return run
 
 
-def test_what_a_tutorial_says_of_its_outputs_is_checked(tmp_path: Path) -> None:
+def test_outputs_in_a_tutorial_are_checked(tmp_path: Path) -> None:
     reason = "nbclient, which executes tutorials, is not installed here: run nox -s docs"
     errors = pytest.importorskip("nbclient.exceptions", reason=reason)
 

@@ -134,7 +134,7 @@ def test_a_pre_tokenizer_that_removes_text_is_refused(before, reason):
         (p.PreTokenizer.custom(object()), d.Metaspace(), "▁a"),  # is Python
     ],
 )
-def test_a_pre_tokenizer_that_removes_nothing_is_no_hindrance(pre_tokenizer, decoder, piece):
+def test_lossless_pre_tokenizer_is_accepted(pre_tokenizer, decoder, piece):
     assert contents(tokenizer_of([piece], decoder, pre_tokenizer)) == [b" a"]
 
 
@@ -159,7 +159,7 @@ def keeping(pattern):
 
 
 @pytest.mark.parametrize("pattern", [O200K, CL100K], ids=["o200k", "cl100k"])
-def test_a_split_that_keeps_what_matches_everything_is_no_loss(pattern):
+def test_split_that_keeps_everything_is_accepted(pattern):
     tokenizer = keeping(pattern)
     byte_vocab, _ = decode_vocab(tokenizer)
     words = "It's 1234 o'clock;\r\n  two\u00a0spaces \n"
@@ -178,7 +178,7 @@ def test_a_split_that_keeps_what_matches_everything_is_no_loss(pattern):
         r"(?:(?!sep)[\s\S])+",  # the beginning of a word that the pattern names
     ],
 )
-def test_a_split_that_keeps_what_matches_less_than_everything_is_refused(pattern):
+def test_split_that_keeps_only_matches_is_rejected(pattern):
     refuses(keeping(pattern), "Split, ByteLevel does not keep")
 
 
@@ -338,7 +338,7 @@ def test_ids_and_pieces_need_not_correspond(model, expected):
     assert contents(with_model(model)) == expected
 
 
-def test_the_names_of_all_bytes_are_bytes_whatever_the_decoder_makes_of_them():
+def test_byte_names_are_bytes_with_any_decoder():
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     assert contents(tokenizer_of([*names, "▁a"], d.Metaspace())) == [
         *(bytes([byte]) for byte in range(256)),

@@ -97,7 +97,7 @@ def test_a_vocabulary_numbers_its_tokens_and_marks_the_special_ones() -> None:
     assert [t.token_id for t in tokens if t.is_special] == [1]
 
 
-def test_a_token_takes_attributes_and_stays_what_it_is() -> None:
+def test_token_with_extra_attributes_still_equals_itself() -> None:
     token = Token(1, b"a")
     token.note = "seen"  # type: ignore[attr-defined]
     assert token.note == "seen"  # type: ignore[attr-defined]

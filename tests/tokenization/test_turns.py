@@ -69,7 +69,7 @@ def test_each_call_in_several_threads_has_its_own_options(lm):
     assert not wrong
 
 
-def test_the_tokenizer_is_still_what_was_given(lm, tokenizer):
+def test_given_tokenizer_object_is_unchanged(lm, tokenizer):
     assert lm.tokenizer is tokenizer
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     assert type(tokenizer).__name__ == PreTrainedTokenizerFast.__name__

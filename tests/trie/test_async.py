@@ -191,7 +191,7 @@ def test_a_worker_that_was_shut_down_leaves_nothing_behind(trie):
     assert sum(isinstance(one, Batcher) for one in gc.get_objects()) <= before
 
 
-def test_a_forked_child_has_a_worker_of_its_own_whoever_held_the_lock():
+def test_forked_child_gets_its_own_worker_even_if_the_lock_was_held():
     """And the interpreter ends quietly with a trie in use."""
     result = run_python("""
         import asyncio, os, signal, threading, warnings
@@ -238,7 +238,7 @@ def test_async_trie_over_another_object_is_rejected():
 @pytest.mark.parametrize(
     "made", [copy.copy, copy.deepcopy, lambda trie: pickle.loads(pickle.dumps(trie))]
 )
-def test_a_copy_outlives_what_it_is_a_copy_of(made):
+def test_copy_outlives_its_original(made):
     trie = AsyncTokenCharacterTrie.from_vocab([b"a", b"ab"])
     trie.start()
     again = made(trie)

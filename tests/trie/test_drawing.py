@@ -24,7 +24,7 @@ def lines(drawing):
     return [tuple(line.split(maxsplit=1)) for line in drawing.splitlines()]
 
 
-def test_a_drawing_has_every_node_below_the_one_that_it_hangs_from(trie):
+def test_drawing_shows_every_node_below_its_parent(trie):
     drawing = trie.draw(trie.weight_sum(WEIGHTS))
     assert len(drawing.splitlines()) == len(trie)
     assert lines(drawing)[:6] == [

@@ -44,7 +44,7 @@ def test_a_large_result_gets_the_memory_of_the_one_before_where_it_fits(made, as
     assert made == (asked[:1] if again else asked)
 
 
-def test_one_block_is_kept(made):
+def test_recycler_keeps_one_block(made):
     recycler = Recycler()
     first, second = recycler.empty((5 * MIB,), "uint8"), recycler.empty((6 * MIB,), "uint8")
     del first, second  # the second one last, so its memory is kept

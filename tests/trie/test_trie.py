@@ -188,7 +188,7 @@ def test_small_masses_survive_beside_large_ones():
 
 
 @tries
-def test_a_batch_is_its_rows(trie_class, vocabulary, weights):
+def test_batch_result_equals_single_results(trie_class, vocabulary, weights):
     trie = trie_class(vocabulary)
     for batch, single in (
         (trie.batch_weight_sum, trie.weight_sum),
@@ -209,12 +209,12 @@ def large():
     return TokenCharacterTrie(words), np.random.default_rng(0).random((8, len(words)))
 
 
-def test_a_batch_that_is_worth_several_threads_is_its_rows(large):
+def test_threaded_batch_result_equals_single_results(large):
     trie, ws = large
     assert np.array_equal(trie.batch_weight_sum(ws), np.stack([trie.weight_sum(row) for row in ws]))
 
 
-def test_a_batch_that_is_worth_several_threads_is_computed_after_the_last_line_of_the_program():
+def test_threaded_batch_is_computed_during_interpreter_exit():
     """No further thread starts then."""
     result = run_python("""
         import threading

@@ -69,7 +69,7 @@ LOADS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("how", LOADS)
 @pytest.mark.parametrize("mapped", [False, True], ids=["each in memory", "in one file"])
-def test_tensors_that_a_loader_passes_over_are_seen(how: str, mapped: bool) -> None:
+def test_tensors_that_a_loader_ignores_are_reported(how: str, mapped: bool) -> None:
     whole = torch.ones(16, 3)
     pieces = dict(zip("abcd", whole.split(4), strict=True))
     if not mapped:
@@ -81,7 +81,7 @@ def test_tensors_that_a_loader_passes_over_are_seen(how: str, mapped: bool) -> N
     assert reading.unread(model) == {"a": (4, 3), "c": (4, 3), "d": (4, 3)}
 
 
-def test_a_tensor_in_the_place_of_a_freed_one_is_another() -> None:
+def test_tensor_in_memory_of_a_freed_one_counts_separately() -> None:
     """Large ones are not kept: their memory may hold the next."""
     reading, place = Reading(), torch.ones(1 << 19)
     weights = [("first", place), ("second", place.view(2, -1)), ("third", place[: 1 << 18])]
@@ -103,7 +103,7 @@ MATTERS = [
 
 
 @pytest.mark.parametrize(("settings", "unread", "named"), MATTERS)
-def test_what_is_left_out_is_refused_where_transformers_reads_it(
+def test_unread_tensor_is_rejected_if_transformers_reads_it(
     settings: Any, unread: dict[str, Any], named: str | None
 ) -> None:
     if named is None:
@@ -164,7 +164,7 @@ def test_files_are_those_of_transformers(tmp_path: Path, first: int) -> None:
     assert {one.min().item() for one in model.parameters()} == {float(first)}
 
 
-def test_a_folder_that_transformers_does_not_read_is_left_to_the_engine(tmp_path: Path) -> None:
+def test_folder_unknown_to_transformers_is_left_to_the_engine(tmp_path: Path) -> None:
     write(tmp_path, "consolidated.safetensors", 0.0)
     found = [str(tmp_path / "consolidated.safetensors")]
     assert read_by_transformers(str(tmp_path), found) == found

@@ -153,7 +153,7 @@ def test_state_in_uniform_slots_copies_once(there: Make) -> None:
     assert ask(engine, *[[*one, 5] for one in contexts_of(20)[::2]]) == ONE
 
 
-def test_a_score_copies_its_targets_besides(there: Make) -> None:
+def test_score_additionally_copies_its_targets(there: Make) -> None:
     engine = there(LLAMA)
     with counted() as counts:
         queries = [Query((1, 2, 3)), Query((4,))]
@@ -178,7 +178,7 @@ def test_a_step_copies_the_same_for_any_number(n: int, there: Make) -> None:
     assert counts == Counts(up=2)
 
 
-def test_a_fork_copies_its_slots_besides(there: Make) -> None:
+def test_fork_additionally_copies_its_slots(there: Make) -> None:
     engine = there(LLAMA)
     ask(engine, *contexts_of(20))
     forks = [[*one, at] for one in contexts_of(20) for at in (5, 6)]
@@ -226,7 +226,7 @@ def test_a_step_launches_ten_kernels_more_than_transformers(
     assert launched(engine, contexts) <= 10
 
 
-def test_contexts_behind_shared_prompts_launch_no_more_while_there_is_room(there: Make) -> None:
+def test_shared_prompts_stay_in_slots_while_memory_is_plentiful(there: Make) -> None:
     """On an H200 trunks took twice as long as slots."""
     engine = there(LLAMA)
     prompts = [one * 4 for one in contexts_of(SHARING_COSTS.trunk // 4, 8)]
@@ -258,7 +258,7 @@ def test_a_fork_launches_ten_kernels_besides(n: int, there: Make) -> None:
 
 
 @pytest.mark.parametrize("shared", [2, 3])
-def test_one_more_trunk_launches_one_kernel_a_layer(shared: int) -> None:
+def test_further_trunk_launches_one_kernel_per_layer(shared: int) -> None:
     """Long prompts, from each of which some contexts go on."""
     # Another one, because models on the device change theirs.
     model = build(LlamaConfig.from_dict(LLAMA.to_dict()))
@@ -277,7 +277,7 @@ def test_one_more_trunk_launches_one_kernel_a_layer(shared: int) -> None:
     assert counts[1] - counts[0] == (12 - 4) * LLAMA.num_hidden_layers
 
 
-def test_slots_that_leave_a_trunk_early_are_copied_from_it_together(
+def test_forks_from_the_middle_of_a_trunk_are_copied_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(COSTS, "cpu", Costs(plenty=0))
@@ -320,7 +320,7 @@ def test_a_fork_copies_the_same_in_either_way(
             assert (kept[:, :, 6:, :] == torch.arange(6)[:, None, None, None] + number).all()
 
 
-def test_what_is_added_after_the_copy_is_refused() -> None:
+def test_upload_rejects_indices_after_the_copy() -> None:
     upload = Upload()
     one = upload.add([3, 1, 2])
     assert one.on(torch.device("cpu")).tolist() == [3, 1, 2]
@@ -328,7 +328,7 @@ def test_what_is_added_after_the_copy_is_refused() -> None:
         upload.add([4])
 
 
-def test_what_is_counted() -> None:
+def test_every_copy_to_the_device_is_counted() -> None:
     there = torch.empty(3, device=META)
     with counted() as counts:
         torch.add(there, 1)  # no copy
@@ -348,6 +348,6 @@ def test_what_is_counted() -> None:
         lambda there: there[there > 0],
     ],
 )
-def test_what_waits_for_the_device_raises(what: Callable[[torch.Tensor], object]) -> None:
+def test_waiting_for_the_meta_device_raises(what: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         what(torch.empty(3, device=META))

@@ -134,7 +134,7 @@ def test_the_attention_of_each_part_is_restored() -> None:
     assert model.config.text_config._attn_implementation == "eager"
 
 
-def test_another_attention_that_somebody_sets_meanwhile() -> None:
+def test_attention_set_by_the_user_meanwhile_is_replaced() -> None:
     """Or that a model with the same configuration gets, as when it is closed."""
     model = proven(configs.LlamaConfig(**SHAPE))
     contexts = draw(3, 20)

@@ -259,7 +259,7 @@ def test_settings_and_tensors_that_transformers_drops_are_applied(
             torch.testing.assert_close(row, expected, atol=1e-3, rtol=0)
 
 
-def test_frequencies_that_no_setting_gives_are_divided(tmp_path: Path) -> None:
+def test_frequencies_without_a_setting_are_divided_in_the_model(tmp_path: Path) -> None:
     model = build(LlamaConfig(**SIZES))
     factors = np.linspace(1.0, 5.0, 8, dtype=np.float32)
     write(tmp_path / "model.gguf", model, "llama", {}, {"rope_freqs.weight": factors})

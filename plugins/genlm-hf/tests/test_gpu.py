@@ -41,7 +41,7 @@ def test_cudnn_comes_back_when_the_last_forward_ends() -> None:
     assert allowed()
 
 
-def test_cudnn_stays_off_where_the_user_turned_it_off() -> None:
+def test_cudnn_stays_off_if_the_user_turned_it_off() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         with attention_kernels(torch.device("cuda")):
@@ -93,7 +93,7 @@ def test_the_trie_is_measured_with_its_error_and_launches(way: str, most: int) -
     assert 0 < figures["launches"] <= most
 
 
-def test_the_command_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_keeps_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "found.json"
     words = (
         "--device cpu --stages recorded,steps --shapes tiny --contexts 2 --lengths 20 --repeat 1"
@@ -114,7 +114,7 @@ def test_the_command_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("ends", ["by its limit", "with an error"])
-def test_a_stage_that_does_not_end_well_takes_nothing_from_the_next(
+def test_failing_stage_leaves_the_next_one_unaffected(
     ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is a process of its own; what it had found is kept."""

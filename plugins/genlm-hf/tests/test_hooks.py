@@ -58,7 +58,7 @@ def grow(pair: Pair) -> list[int]:
     return forwards
 
 
-def test_a_hook_on_the_last_position_of_a_model_in_use_gives_the_rows_of_whole_forwards(
+def test_hook_on_the_last_position_gives_rows_of_whole_forwards(
     pair: Pair,
 ) -> None:
     before = grow(pair)
@@ -122,7 +122,7 @@ def test_state_from_before_a_hook_is_dropped(pair: Pair) -> None:
     assert "kv.reuse_stopped" not in {event["event"] for event in events}
 
 
-def test_a_hook_that_looks_on_keeps_the_state(pair: Pair) -> None:
+def test_observing_hook_keeps_the_state(pair: Pair) -> None:
     forwards = grow(pair)
     set_on(pair, lambda *_: None)
     pair.check(*[(*one, 9) for one in texts(2, 7)])
@@ -151,7 +151,7 @@ def test_a_hook_on_all_modules_is_tried_too() -> None:
         hook.remove()
 
 
-def test_a_hook_on_the_last_position_that_is_there_at_load_is_refused() -> None:
+def test_hook_on_the_last_position_at_load_is_rejected() -> None:
     model = small_family("bloom", 64)
     model.transformer.h[0].register_forward_hook(steered_at_the_end)
     with pytest.raises(EngineError, match="forward hooks that change the last position"):

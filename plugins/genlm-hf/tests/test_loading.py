@@ -73,7 +73,7 @@ def test_by_name_by_class_and_already_loaded(tiny: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
-def test_a_model_that_sees_is_asked_for_text(family: str, tmp_path: Path) -> None:
+def test_multimodal_model_serves_text(family: str, tmp_path: Path) -> None:
     model = small_family(family, 200)
     model.save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
@@ -109,7 +109,7 @@ def test_a_chat_template_writes_what_is_said(tiny: str, template: str, said: str
             assert lm.decode(lm.apply_chat_template(parts, chat_template=template)) == said
 
 
-def test_a_model_that_continues_no_text(tmp_path: Path) -> None:
+def test_model_that_is_not_causal_is_rejected(tmp_path: Path) -> None:
     shape = {"vocab_size": 256, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     T5ForConditionalGeneration(T5Config(**shape)).save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
@@ -176,7 +176,9 @@ def test_every_argument_of_from_pretrained_has_its_place() -> None:
     assert not ELSEWHERE.keys() & {each.name for each in attrs.fields(HFOptions)}
 
 
-def test_a_cache_of_ones_own(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_found_in_the_users_cache_folder(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Else transformers asks the hub for an adapter, again and again, whatever it is told.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     snapshots = tmp_path / "models--org--tiny"
@@ -188,14 +190,14 @@ def test_a_cache_of_ones_own(tiny: str, tmp_path: Path, monkeypatch: pytest.Monk
         assert lm.next_token_logprobs_sync([1]).shape == (len(lm.byte_vocab),)
 
 
-def test_how_to_load_a_model_is_no_option_of_a_loaded_one(tiny: str) -> None:
+def test_loading_options_are_rejected_for_a_loaded_model(tiny: str) -> None:
     model, tokenizer = loaded(tiny)
     for given, said in (("device", ""), ("kv_cache_byte", "did you mean kv_cache_bytes")):
         with pytest.raises(InvalidOptionError, match=f"no option {given}.*{said}"):
             AsyncTransformer(model, tokenizer, **{given: 1})
 
 
-def test_a_folder_with_two_gguf_files_must_be_told_which(tmp_path: Path) -> None:
+def test_folder_with_two_gguf_files_needs_a_choice(tmp_path: Path) -> None:
     """Many on the hub have a configuration beside them."""
     for name in ("one.gguf", "two.gguf", "imatrix.bin"):
         (tmp_path / name).touch()
@@ -262,7 +264,7 @@ def test_a_load_computes_no_more_than_five_forwards(tiny: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "an encoder's"])
-def test_weights_that_the_checkpoint_lacks(tiny: str, tmp_path: Path, file: str) -> None:
+def test_missing_weights_are_rejected(tiny: str, tmp_path: Path, file: str) -> None:
     """They would be random: another model each time."""
     AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path)
     if file == "an encoder's":
@@ -290,7 +292,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path, kind: str) -> None:
         load_model_by_name(str(tmp_path), backend="hf")
 
 
-def test_a_tokenizer_that_is_no_json_is_named(tiny: str, tmp_path: Path) -> None:
+def test_tokenizer_file_that_is_not_json_is_named(tiny: str, tmp_path: Path) -> None:
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer.json").write_text("<!doctype html>")
     said = r"tokenizer\.json is not JSON .*; copy or download"
@@ -307,7 +309,9 @@ def test_quantisation_without_bitsandbytes_names_the_package(
 
 
 @pytest.mark.parametrize("absent", [True, False])
-def test_adapters_that_cannot_be(tiny: str, monkeypatch: pytest.MonkeyPatch, absent: bool) -> None:
+def test_missing_lora_support_is_explained(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, absent: bool
+) -> None:
     options: dict[str, object] = {} if absent else {"compile_opts": {"fullgraph": True}}
     if absent:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

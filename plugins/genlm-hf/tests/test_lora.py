@@ -26,9 +26,7 @@ pytest.importorskip("peft", reason="LoRA needs peft")
 CONTEXT = [2, 8, 14, 36]
 
 
-def test_adapters_that_the_model_had_before_are_left_alone(
-    tiny: str, lora_folders: dict[str, str]
-) -> None:
+def test_adapters_present_at_load_are_kept(tiny: str, lora_folders: dict[str, str]) -> None:
     from peft import PeftModel
 
     model: Any = AutoModelForCausalLM.from_pretrained(tiny)
@@ -88,9 +86,7 @@ def test_adapters_by_turns_touch_no_weights(
     assert not touched
 
 
-def test_an_error_inside_a_mixed_batch_leaves_nothing(
-    tiny: str, lora_folders: dict[str, str]
-) -> None:
+def test_error_in_a_mixed_batch_leaves_no_hooks(tiny: str, lora_folders: dict[str, str]) -> None:
     """The next batches have as many rows as the failed one: what it left would go unnoticed."""
     engine = HFEngine(AutoModelForCausalLM.from_pretrained(tiny), None)
     a, b = Adapter("a", lora_folders["a"], 1), Adapter("b", lora_folders["b"], 2)
@@ -113,7 +109,7 @@ def test_an_error_inside_a_mixed_batch_leaves_nothing(
             torch.testing.assert_close(row, expected[each][at], atol=1e-4, rtol=0)
 
 
-def test_a_folder_that_is_not_there_is_said_before_peft_is_imported(
+def test_missing_folder_is_reported_before_peft_is_imported(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To import PEFT takes seconds."""

@@ -65,7 +65,7 @@ TAKES_MEMORY = (
 )
 
 
-def test_an_adapter_that_is_removed_takes_its_memory_along(tiny: str, tmp_path: Path) -> None:
+def test_removing_an_adapter_frees_its_memory(tiny: str, tmp_path: Path) -> None:
     folders = [
         make_adapter(kind, tiny, tmp_path / str(at))
         for at, kind in enumerate(KINDS)
@@ -130,7 +130,7 @@ def test_the_output_layer_in_scores_and_large_batches(tiny: str, tmp_path: Path)
             assert float(score[at]) == pytest.approx(float(row[token]), abs=1e-4)
 
 
-def test_what_an_adapter_names_is_not_imported_or_run(
+def test_names_in_an_adapter_are_never_imported_or_run(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``megatron_core`` and ``auto_mapping`` name modules; PEFT has imported them."""
@@ -223,7 +223,9 @@ def test_adapted_parameters_keep_their_place_in_the_model(
     assert [*map(id, model.parameters())] == [*map(id, parameters)]
 
 
-def test_layers_that_see_all_rows_of_a_padded_batch_as_one(tiny: str, tmp_path: Path) -> None:
+def test_layers_that_flatten_a_padded_batch_get_adapters_per_token(
+    tiny: str, tmp_path: Path
+) -> None:
     """Those of OPT, and shared experts; where state is kept, each token is a row of its own."""
     torch.manual_seed(0)
     config = OPTConfig(**SHAPE, ffn_dim=48, word_embed_proj_dim=16, init_std=0.2)

@@ -73,14 +73,14 @@ def test_rows_with_adapters_and_without(how: str, tiny: str, lora_folders: dict[
         ("8 bits", {"modules_to_save": ["n_proj"]}, "trained whole.*quantised"),  # ends so
     ],
 )
-def test_what_peft_cannot_apply_to_quantised_weights_is_refused(
+def test_unsupported_adapters_of_quantised_weights_are_rejected(
     how: str, settings: dict[str, Any], why: str, tiny: str, tmp_path: Path
 ) -> None:
     folder = make_adapter(Kind("", settings), tiny, tmp_path)
     check_refused(quantised(tiny, how), folder, UnsupportedError, why)
 
 
-def test_a_module_that_was_not_saved_is_missed_before_its_weights_are_looked_at(
+def test_missing_saved_module_is_reported_before_weights_are_checked(
     tiny: str, lora_folders: dict[str, str], tmp_path: Path
 ) -> None:
     shutil.copytree(lora_folders["a"], tmp_path, dirs_exist_ok=True)
@@ -128,7 +128,9 @@ def with_layer(folder: str, kind: type[torch.nn.Linear]) -> Any:
     return model
 
 
-def test_a_layer_that_a_state_dict_would_change(tiny: str, lora_folders: dict[str, str]) -> None:
+def test_adapter_loads_without_state_dict_changing_a_layer(
+    tiny: str, lora_folders: dict[str, str]
+) -> None:
     engine = HFEngine(with_layer(tiny, Unpacks), None)
     base = row(engine)
     adapter = Adapter("a", lora_folders["a"], 1)
@@ -138,12 +140,14 @@ def test_a_layer_that_a_state_dict_would_change(tiny: str, lora_folders: dict[st
     assert torch.equal(row(engine), base)
 
 
-def test_a_layer_that_is_another_beside_an_adapter(tiny: str, lora_folders: dict[str, str]) -> None:
+def test_layer_that_changes_beside_an_adapter_is_rejected(
+    tiny: str, lora_folders: dict[str, str]
+) -> None:
     said = "changes the rows of this base model"
     check_refused(with_layer(tiny, ChangesWhileFrozen), lora_folders["a"], UnsupportedError, said)
 
 
-def test_a_layer_that_stays_changed_is_the_end(tiny: str, lora_folders: dict[str, str]) -> None:
+def test_layer_that_stays_changed_ends_the_engine(tiny: str, lora_folders: dict[str, str]) -> None:
     model = with_layer(tiny, torch.nn.Linear)
     model.model.layers[0].mlp.up_proj.register_load_state_dict_pre_hook(spoiled)
     engine = HFEngine(model, None)

@@ -32,7 +32,7 @@ def row_with(lm: AsyncTransformer, folder: str) -> torch.Tensor:
     return row
 
 
-def test_peft_compares_no_names_that_the_file_has_no_tensors_for(tiny: str, tmp_path: Path) -> None:
+def test_names_without_tensors_are_not_given_to_peft(tiny: str, tmp_path: Path) -> None:
     """It compares each with every module, by regular expressions that it compiles each time."""
     folder = make_adapter(KINDS[0], tiny, tmp_path / "adapter")
     with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
@@ -93,7 +93,7 @@ def test_retrained_embeddings_of_more_tokens(tiny: str, tmp_path: Path) -> None:
         (Mock(return_value=Mock(unexpected_keys=["elsewhere"])), "has elsewhere, which this model"),
     ],
 )
-def test_whatever_peft_says_is_one_line(
+def test_error_of_peft_becomes_one_line(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Mock, said: str
 ) -> None:
     folder = make_adapter(KINDS[0], tiny, tmp_path / "adapter")
@@ -127,7 +127,7 @@ def test_an_adapter_after_one_that_trained_single_tokens(
 
 
 @pytest.mark.parametrize("after_another", [False, True])
-def test_what_peft_has_wrapped_before_it_fails_is_unwrapped(
+def test_modules_are_unwrapped_after_peft_fails(
     tiny: str, tmp_path: Path, after_another: bool
 ) -> None:
     good = make_adapter(KINDS[0], tiny, tmp_path / "good")
@@ -148,7 +148,9 @@ def test_what_peft_has_wrapped_before_it_fails_is_unwrapped(
 
 
 @pytest.mark.parametrize("tokens", [[1, TOKENS], {"embed_tokens": [99999, 1]}])
-def test_tokens_that_the_model_does_not_have(tiny: str, tmp_path: Path, tokens: Any) -> None:
+def test_trained_tokens_beyond_the_vocabulary_are_rejected(
+    tiny: str, tmp_path: Path, tokens: Any
+) -> None:
     folder = make_adapter(TRAINED_TOKENS, tiny, tmp_path / "adapter")
     change(folder, trainable_token_indices=tokens)
     said = rf"trains token (257|99999) of model\.embed_tokens, which has {TOKENS}"
@@ -192,7 +194,7 @@ def with_one_more(tensors: Tensors) -> Tensors:
         ({}, with_one_more, r"model\.nothing\.weight .* has nothing"),
     ],
 )
-def test_weights_that_do_not_go_with_the_rest_are_refused(
+def test_mismatched_weights_are_rejected(
     tiny: str, tmp_path: Path, settings: dict[str, Any], change: Any, said: str
 ) -> None:
     folder = make_adapter(Kind("", settings, change=change), tiny, tmp_path / "adapter")

@@ -95,7 +95,7 @@ def test_memory_of_a_cpu_runs_out(llama: Any) -> None:
     llama.check(*draw(1, 60))
 
 
-def test_state_takes_a_quarter_of_what_the_machine_can_give(
+def test_default_budget_is_a_quarter_of_available_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu, said = torch.device("cpu"), tmp_path / "meminfo"
@@ -110,7 +110,7 @@ def test_state_takes_a_quarter_of_what_the_machine_can_give(
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "nemotron"])
-def test_ways_that_were_tried_take_nothing_of_the_budget(family: str) -> None:
+def test_rejected_reuse_modes_leave_the_pool_budget_unchanged(family: str) -> None:
     """These take neither the first way nor, one of them, the second."""
     pool = HFEngine(small_family(family, 2000), None)._runner.pool
     pool.resize(1, 1)
@@ -143,7 +143,7 @@ def assert_nothing_stays(model: Any) -> None:
     assert store.tree.positions == 0
 
 
-def test_rows_that_cannot_be_normalised_leave_nothing_behind(
+def test_failed_normalisation_releases_its_memory(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is kept, as a user's program may do, until others have the memory."""
@@ -229,7 +229,7 @@ def only_way(reuse: ReuseMode) -> Callable[..., Choice]:
     return choose
 
 
-def test_state_that_is_no_number_reaches_no_other_context(llama: Any) -> None:
+def test_nan_state_reaches_no_other_context(llama: Any) -> None:
     """A masked column still takes part in a product: what is left in memory must be finite."""
     damage(llama)
     tokens = range(8)
@@ -244,7 +244,7 @@ def test_state_that_is_no_number_reaches_no_other_context(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("reuse", list(ReuseMode))
-def test_token_that_is_no_number_spoils_no_context_before_it(
+def test_nan_token_leaves_shorter_contexts_right(
     reuse: ReuseMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are read from one forward, in which masked columns take part in products; so does
@@ -263,7 +263,7 @@ def test_token_that_is_no_number_spoils_no_context_before_it(
     assert [isinstance(each, EngineError) for each in llama.scores(scored)] == [True] + [False] * 3
 
 
-def test_padding_that_is_no_number_spoils_no_context_before_it(
+def test_nan_padding_leaves_contexts_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_module, "choose_reuse", only_way(ReuseMode.NONE))
@@ -274,7 +274,7 @@ def test_padding_that_is_no_number_spoils_no_context_before_it(
     llama.check((1, 2, 3), (4, 5, 6, 7, 8), (9,) * 6)
 
 
-def test_an_overflow_names_the_type_and_one_that_is_wide_enough() -> None:
+def test_overflow_error_names_the_type_and_a_wider_one() -> None:
     llama = beside(build(llama_config()).half(), None)
     damage_one(llama.engine.model)
     for _ in range(8):  # also later, when the core looks at no row any more
@@ -286,9 +286,7 @@ def test_an_overflow_names_the_type_and_one_that_is_wide_enough() -> None:
     assert llama.engine.genlm_cache_prefix(Query((1, 2, 3)))
 
 
-def test_no_step_waits_to_see_whether_its_rows_are_numbers(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_does_not_wait_to_look_for_nan(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device, a look waits for what is computed there."""
     events: list[str] = []
     look = Computed.broken
@@ -302,7 +300,7 @@ def test_no_step_waits_to_see_whether_its_rows_are_numbers(
         live = [(*context, step) for context in live]
 
 
-def test_state_that_is_no_number_is_not_kept_where_a_later_forward_fails() -> None:
+def test_nan_state_is_dropped_when_a_later_forward_fails() -> None:
     model = proven(llama_config(), max_batch_tokens=16)
     damage(model)
     with (
@@ -313,7 +311,7 @@ def test_state_that_is_no_number_is_not_kept_where_a_later_forward_fails() -> No
     model.check((1, 2, 3, 4), (5,) * 30, (1, 2))
 
 
-def test_scores_that_fail_spoil_no_context_that_they_went_on_from(llama: Any) -> None:
+def test_failed_scores_leave_their_contexts_right(llama: Any) -> None:
     """They compute positions again that are known, for their rows."""
     whole, other = draw(2, 40)
     llama.check(other)  # the lengths that are compared with cold rows
@@ -327,7 +325,7 @@ def test_scores_that_fail_spoil_no_context_that_they_went_on_from(llama: Any) ->
     llama.check((*whole[:30], 1))
 
 
-def test_a_forward_without_numbers_spoils_no_state_that_was_known(llama: Any) -> None:
+def test_nan_forward_leaves_known_state_right(llama: Any) -> None:
     """It computes known positions again, of a context that is asked again or scored."""
     whole, other = draw(2, 40)
     layer = llama.engine.model.model.layers[0]
@@ -372,7 +370,9 @@ def test_a_pool_that_cannot_grow_is_emptied(llama: Any, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("cold", [False, True])
-def test_one_that_fits_once_the_others_are_dropped(llama: Any, cold: bool) -> None:
+def test_prompt_that_runs_out_of_memory_fits_once_others_are_dropped(
+    llama: Any, cold: bool
+) -> None:
     *others, prompt = draw(4, 20)
     llama.ask(*others)
     with failing(llama.engine.model, only(0)):
@@ -383,7 +383,7 @@ def test_one_that_fits_once_the_others_are_dropped(llama: Any, cold: bool) -> No
     assert llama.forwards == [21]
 
 
-def test_rows_given_before_it_ran_out_are_not_asked_for_again() -> None:
+def test_rows_given_before_memory_ran_out_are_not_computed_again() -> None:
     model = proven(llama_config(), max_batch_tokens=32)
     with failing(model.engine.model, only(1)):
         model.check_scores((range(10), range(60)))

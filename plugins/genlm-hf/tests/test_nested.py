@@ -34,7 +34,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("chunk", [16, 4096], ids=["in several forwards", "in one"])
-def test_all_that_a_text_begins_with_costs_as_much_as_the_text(
+def test_all_prefixes_of_a_text_cost_as_much_as_the_text(
     config: PretrainedConfig, chunk: int
 ) -> None:
     (text,) = draw(1, 40)
@@ -48,7 +48,7 @@ def test_all_that_a_text_begins_with_costs_as_much_as_the_text(
 
 
 @pytest.mark.parametrize("costs", [COSTS["cpu"], Costs()], ids=["on a CPU", "elsewhere"])
-def test_a_step_answers_all_that_its_tokens_are_enough_for(
+def test_step_answers_as_many_requests_as_its_tokens_allow(
     costs: Costs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All prefixes of a text together are many times as long as that, and no more to compute."""
@@ -69,7 +69,7 @@ def test_a_model_without_state_computes_the_longest_alone() -> None:
     assert model.forwards == [22]
 
 
-def test_beyond_the_length_to_which_a_model_keeps_state_each_is_computed_by_itself() -> None:
+def test_contexts_beyond_the_reuse_limit_are_computed_separately() -> None:
     """There what one forward gives at a place is not the row of the context that ends there; and a
     step counts all of their tokens."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
@@ -128,7 +128,7 @@ def test_scores_inside_of_scores() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_candidates_that_begin_alike_cost_their_tree(config: PretrainedConfig) -> None:
+def test_candidates_cost_the_tokens_of_their_prefix_tree(config: PretrainedConfig) -> None:
     model = proven(config)
     (context,), (common,) = draw(1, 20), draw(1, 30, seed=1)
     asked = [(context, (*common[: 30 - at], at, 7, 8)) for at in range(6)]
@@ -141,7 +141,7 @@ def test_candidates_that_begin_alike_cost_their_tree(config: PretrainedConfig) -
     assert sum(model.forwards) == 4 * 3, "too few in common to compute them apart"
 
 
-def test_what_is_broken_has_a_row_from_within_that_is_no_number() -> None:
+def test_context_with_a_nan_row_inside_is_broken() -> None:
     """All state of the context is dropped then, though its own row is right."""
     whole, inside = (Placement(at, TokenSequence(range(n))) for at, n in ((2, 9), (0, 5)))
     whole.inside = [inside]
@@ -150,7 +150,7 @@ def test_what_is_broken_has_a_row_from_within_that_is_no_number() -> None:
     assert done.broken() == {2}
 
 
-def test_memory_that_runs_out_within_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_inside_a_text_keeps_rows_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has been answered is not computed again, and the rest in smaller parts."""
     model = proven(LlamaConfig(**SHAPE), max_batch_tokens=16)
     (text,) = draw(1, 40)

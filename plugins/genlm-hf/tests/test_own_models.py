@@ -81,7 +81,7 @@ KINDS = [OwnModel, Tuples, OtherName, ByPosition, LossFirst, Excluding]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_served_without_state(kind: type[OwnModel]) -> None:
+def test_own_model_is_served_without_state(kind: type[OwnModel]) -> None:
     torch.manual_seed(0)
     model = kind(OwnConfig()).eval()
     plain = Excluding.forward if kind is Excluding else OwnModel.forward
@@ -172,7 +172,7 @@ def damaged() -> OwnModel:
     return model
 
 
-def test_what_cannot_be_served_says_what_is_needed() -> None:
+def test_error_of_an_unsuitable_model_says_what_is_needed() -> None:
     for model, needed in (
         (Wrapped(), "Wrapped has no device of a model; give a PreTrainedModel"),
         (WithMask(OwnConfig()), "WithMask cannot be served .*'attention_mask'.* token ids"),
@@ -188,7 +188,7 @@ def test_what_cannot_be_served_says_what_is_needed() -> None:
             AsyncTransformer(model, ByteTokenizer())
 
 
-def test_a_name_in_place_of_a_model_is_answered_with_the_way_to_load_it() -> None:
+def test_name_in_place_of_a_model_names_the_loading_function() -> None:
     for given in (["org/model"], ["org/model", ByteTokenizer()]):
         with pytest.raises(InvalidOptionError, match=r"from_name\('org/model'\)"):
             AsyncTransformer(*given)

@@ -76,7 +76,7 @@ def test_a_rotary_embedding_that_stretches_takes_more(kind: str) -> None:
     assert HFEngine(transformers.LlamaForCausalLM(config), None).max_context == 80
 
 
-def test_a_rotary_embedding_that_stretches_in_some_layers_takes_no_more() -> None:
+def test_rotary_scaling_in_some_layers_does_not_extend_the_context() -> None:
     """Those of Gemma 3: the count of positions is the stretched one already."""
     config = transformers.Gemma3TextConfig(
         **{**SHAPE, "max_position_embeddings": 20, "head_dim": 8},

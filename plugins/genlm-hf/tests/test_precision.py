@@ -55,9 +55,7 @@ def test_half_precision_of_a_real_model(real_model: str) -> None:
 
 
 @pytest.mark.parametrize(("noise", "served"), [(1e-3, True), (0.2, False)])
-def test_a_model_whose_own_forwards_differ_by_more_than_rounding_usually_does(
-    noise: float, served: bool
-) -> None:
+def test_only_moderately_noisy_forwards_are_accepted(noise: float, served: bool) -> None:
     """Kernels that are chosen by the size of a batch round differently, on a GPU most of all."""
 
     class Noisy(LlamaForCausalLM):
@@ -75,7 +73,7 @@ def test_a_model_whose_own_forwards_differ_by_more_than_rounding_usually_does(
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_a_wrong_way_is_rejected_where_rows_are_nearly_uniform(
+def test_wrong_reuse_mode_is_rejected_even_if_rows_are_nearly_uniform(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of wrong contexts are nearer to the right ones there than rounding may be elsewhere."""

@@ -51,7 +51,7 @@ def test_a_model_that_does_not_name_its_output_layer() -> None:
     pair.check((*second, 1), (*first, 1))  # as many slots as tokens, in another order
 
 
-def test_ragged_growth_and_a_new_request_are_one_forward_without_padding(llama: Any) -> None:
+def test_ragged_growth_and_a_new_request_share_an_unpadded_forward(llama: Any) -> None:
     *prompts, new_request = draw(6, 20)
     llama.ask(*prompts)
     llama.forwards.clear()
@@ -75,7 +75,7 @@ def test_a_shorter_context_is_found_within_a_longer_one(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("more", [(5,), (5, 6)])
-def test_beside_a_long_new_request_no_key_of_those_that_grow_is_made(
+def test_growing_contexts_need_no_keys_beside_a_long_request(
     more: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The byte key of a context is as long as that: all keys took half of such a step."""
@@ -149,7 +149,7 @@ def test_a_prompt_that_cannot_be_pinned_is_refused(limited: Callable[..., Any]) 
     model.check((*first, 1), second)
 
 
-def test_a_prompt_beyond_the_length_of_what_is_kept_is_not_pinned() -> None:
+def test_prompt_beyond_the_reuse_limit_is_not_pinned() -> None:
     """As that of a model without state: however much room there is, no error helps."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     model = unproven(llama_config(max_position_embeddings=24, rope_parameters=rope))
@@ -240,7 +240,7 @@ def test_state_belongs_to_an_adapter(
 # --- scores ---------------------------------------------------------------------------------------
 
 
-def test_a_score_computes_what_is_not_known(llama: Any) -> None:
+def test_score_computes_only_unknown_tokens(llama: Any) -> None:
     (context,) = draw(1, 20)
     llama.ask(context)
     llama.forwards.clear()

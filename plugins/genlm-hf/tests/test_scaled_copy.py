@@ -111,7 +111,7 @@ def test_a_threshold_is_changed_where_it_stands() -> None:
     }
 
 
-def test_labels_that_are_numbers_are_no_thresholds() -> None:
+def test_numeric_labels_are_not_thresholds() -> None:
     assert thresholds({"labels": {0: 7}, "window": 5}) == [Threshold(("window",), 5)]
 
 
@@ -139,7 +139,7 @@ def wrong_beyond(
         monkeypatch.setattr(Runner, way, disturbed)
 
 
-def test_a_way_that_is_wrong_beyond_a_far_threshold_is_used_below_it(
+def test_mode_wrong_beyond_a_far_threshold_is_used_below_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wrong_beyond(8, monkeypatch, ("packed",))
@@ -157,7 +157,7 @@ def test_a_way_that_is_wrong_beyond_a_far_threshold_is_used_below_it(
         assert model.forwards == [computed]
 
 
-def test_a_way_that_is_less_wrong_than_rows_of_half_precision_are_is_found(
+def test_error_below_half_precision_rounding_is_found_on_the_scaled_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wrong_beyond(8, monkeypatch, ("packed",), disturb=lambda logits: logits * 1.01)
@@ -167,7 +167,7 @@ def test_a_way_that_is_less_wrong_than_rows_of_half_precision_are_is_found(
     assert event["limit"] == 1023
 
 
-def test_a_way_that_is_wrong_beyond_a_near_threshold_is_not_used(
+def test_mode_wrong_beyond_a_near_threshold_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wrong_beyond(8, monkeypatch, ("packed",))
@@ -180,7 +180,7 @@ def test_a_way_that_is_wrong_beyond_a_near_threshold_is_not_used(
     model.check((1, 2, 3), (1, 2, 3, 4))
 
 
-def test_a_scaled_copy_that_cannot_be_built_is_said_and_no_error(
+def test_missing_scaled_copy_is_logged_without_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> None:
@@ -193,7 +193,7 @@ def test_a_scaled_copy_that_cannot_be_built_is_said_and_no_error(
     assert model.engine.reuse is ReuseMode.SHARED
 
 
-def test_no_scaled_copy_is_built_where_nothing_is_a_threshold(
+def test_scaled_copy_is_built_only_for_thresholds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     built: list[Threshold] = []

@@ -64,14 +64,14 @@ def test_common_prefix_of_several_contexts_is_computed_once(model: Any) -> None:
     assert sorted(model.forwards) == sorted([1, 60, *further(model, 1, 3)])
 
 
-def test_a_step_has_room_for_all_that_begin_alike() -> None:
+def test_step_has_room_for_contexts_with_a_common_prefix() -> None:
     model = proven(LFM2, max_batch_tokens=100)
     (prompt,) = draw(1, 60)
     model.check(*[(*prompt, token) for token in range(30)])
     assert model.forwards == [60, 30]
 
 
-def test_rows_on_the_way_to_another_are_read_there(model: Any) -> None:
+def test_row_of_a_prefix_is_read_while_computing_the_longer_context(model: Any) -> None:
     (text,) = draw(1, 40)
     model.check(*[text[:length] for length in range(1, 41)])
     assert model.forwards == [40]
@@ -80,7 +80,7 @@ def test_rows_on_the_way_to_another_are_read_there(model: Any) -> None:
     model.check(*[(*text, 1, 2, 3, 4)[:length] for length in (40, 41, 43, 44)])
 
 
-def test_a_long_way_is_not_worth_the_forward_that_it_saves(model: Any) -> None:
+def test_long_route_is_divided_if_a_forward_is_cheaper(model: Any) -> None:
     (text,) = draw(1, 80)
     model.check(text, text[:40])
     if model.engine.reuse is ReuseMode.STEPWISE:  # it is computed whole in any case
@@ -125,7 +125,7 @@ def test_fork_of_a_known_context_computes_the_prefix_once_more(model: Any) -> No
     assert model.forwards == [50, 1]
 
 
-def test_a_context_of_which_continuations_are_scored_one_by_one(model: Any) -> None:
+def test_scoring_continuations_one_by_one_reuses_the_context(model: Any) -> None:
     (prompt,) = draw(1, 80)
     for token in range(3):
         model.check_scores((prompt, (token, 2, 3)))
@@ -138,7 +138,7 @@ def test_a_beginning_of_beginnings(model: Any) -> None:
     assert sum(model.forwards) <= 40 + 3 * 80 + 9 * 2
 
 
-def test_a_known_beginning_of_what_several_begin_with(model: Any) -> None:
+def test_known_prompt_with_several_questions_is_reused(model: Any) -> None:
     """One question after another behind one prompt, with several answers each."""
     (prompt,), questions = draw(1, 200), draw(4, 5, seed=1)
     for question in questions:
@@ -153,7 +153,7 @@ def test_short_common_prefix_gets_no_forward_of_its_own(model: Any) -> None:
     assert model.forwards == [30]
 
 
-def test_where_forwards_are_dear_contexts_are_computed_whole(monkeypatch: Any) -> None:
+def test_contexts_are_computed_whole_if_forwards_are_expensive(monkeypatch: Any) -> None:
     monkeypatch.setitem(COSTS, "cpu", Costs())
     model = proven(MAMBA)
     (prompt,) = draw(1, 40)
@@ -163,7 +163,7 @@ def test_where_forwards_are_dear_contexts_are_computed_whole(monkeypatch: Any) -
     assert model.forwards == [328, 8, 352]
 
 
-def test_a_beginning_that_is_not_kept(model: Any) -> None:
+def test_prefix_too_large_to_keep_leaves_rows_right(model: Any) -> None:
     model = proven(model.engine.model.config, kv_cache_bytes=1)
     (prompt,) = draw(1, 40)
     for _ in range(2):
@@ -179,7 +179,7 @@ def test_prefix_that_is_asked_itself_is_not_computed_twice() -> None:
     assert model.forwards == [50, 50, 3]
 
 
-def test_chunks_do_not_drive_out_what_others_go_on_from() -> None:
+def test_chunks_do_not_evict_snapshots_that_others_extend() -> None:
     model = proven(LFM2, max_batch_tokens=100, kv_cache_bytes=1 << 18)
     (long,) = draw(1, 800, seed=1)
     others = draw(8, 20)
@@ -191,7 +191,7 @@ def test_chunks_do_not_drive_out_what_others_go_on_from() -> None:
     assert model.forwards == [8]
 
 
-def test_a_fork_leaves_its_parent_as_it_was(model: Any) -> None:
+def test_fork_leaves_its_parent_unchanged(model: Any) -> None:
     parent, other = draw(2, 20)
     model.ask(parent, other)
     model.forwards.clear()
@@ -216,7 +216,7 @@ def test_contexts_of_unlike_length_go_on_together(model: Any) -> None:
         assert model.forwards == [6]
 
 
-def test_one_that_is_much_longer_goes_alone(model: Any) -> None:
+def test_much_longer_context_runs_separately(model: Any) -> None:
     (first, second), (long,) = draw(2, 20), draw(1, 250)
     model.ask(first, second[:10], long)
     model.forwards.clear()
@@ -224,7 +224,7 @@ def test_one_that_is_much_longer_goes_alone(model: Any) -> None:
     assert model.forwards == [2, 1]
 
 
-def test_of_equal_length_only_where_the_probe_finds_rows_wrong(monkeypatch: Any) -> None:
+def test_contexts_run_by_equal_length_if_ragged_rows_are_wrong(monkeypatch: Any) -> None:
     def shifted(self: Runner, cache: Any, start: int, *given: Any) -> Any:
         *given, empty = given if len(given) == 4 else (*given, ())
         return stateful(self, cache, start, *given, [each // 2 for each in empty])
@@ -246,7 +246,7 @@ def test_windows_between_convolutions() -> None:
     assert (found.outcome, found.reuse, found.why) == ("right", "snapshots", "")
 
 
-def test_a_window_holds_no_more_than_it_shows() -> None:
+def test_window_snapshot_holds_only_its_own_memory() -> None:
     pair = unproven(small_family("inkling_text", 20), kv_cache_bytes=160_000)  # 50,944 each
     prompts = [tuple(token % 50 for token in prompt) for prompt in draw(3, 300)]
     for prompt in prompts:
@@ -277,7 +277,7 @@ def test_scores_of_continuations(model: Any) -> None:
     assert sorted(model.forwards) == expected
 
 
-def test_scores_of_candidates_that_begin_alike(model: Any) -> None:
+def test_scores_of_candidates_with_a_common_prefix_share_it(model: Any) -> None:
     (context,), (common,) = draw(1, 40), draw(1, 30, seed=1)
     model.ask(context[:-1])
     model.forwards.clear()
@@ -299,7 +299,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert model.forwards == [1, 21]
 
 
-def test_memory_that_runs_out(model: Any) -> None:
+def test_lack_of_memory_shrinks_forwards(model: Any) -> None:
     pinned, *prompts = draw(5, 20)
     model.engine.genlm_cache_prefix(Query(pinned))
     model.ask(*prompts)

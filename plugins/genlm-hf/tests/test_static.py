@@ -68,7 +68,7 @@ def grown(contexts: list[tuple[int, ...]], source: random.Random) -> list[tuple[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_contexts_that_grow_rest_and_fork(
+def test_growing_resting_and_forked_contexts_have_right_rows(
     kind: str, recorder: Operators | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a few tokens to beyond two multiples of 64, a window and a chunk; one to nine contexts
@@ -107,7 +107,7 @@ def test_a_step_has_the_same_shape_for_any_contexts(recorder: Operators | None) 
     assert shapes == alike if recorder is None else [(5, 1), (6, 1), (8, 1)]
 
 
-def test_what_is_no_such_step_is_computed_as_ever(recorder: Operators | None) -> None:
+def test_steps_of_other_shapes_are_computed_without_recordings(recorder: Operators | None) -> None:
     """New contexts, several tokens, places of a text, scores, and prompts on trunks."""
     pair, source = static(LLAMA), random.Random(0)
     contexts = draw(4, 20)
@@ -136,7 +136,7 @@ def test_rows_under_a_small_budget(recorder: Operators | None) -> None:
         pair.check(*source.sample(contexts, 1 + step % 9))
 
 
-def test_requests_that_are_given_up(recorder: Operators | None) -> None:
+def test_dropped_requests_leave_other_rows_right(recorder: Operators | None) -> None:
     pair, source = static(LLAMA, max_batch_tokens=16), random.Random(0)
     contexts = draw(4, 12)
     pair.ask(*contexts)
@@ -150,7 +150,7 @@ def test_requests_that_are_given_up(recorder: Operators | None) -> None:
 
 
 @pytest.mark.usefixtures("operators")
-def test_rows_stay_what_they_were_after_further_steps() -> None:
+def test_returned_rows_are_unchanged_by_later_replays() -> None:
     """A replay writes over what other recordings gave."""
     pair = static(LLAMA)
     given: list[tuple[Any, Any]] = []
@@ -182,7 +182,7 @@ class Steps:
         return self.recorder.replays - before
 
 
-def test_a_shape_is_recorded_when_it_has_come_often(operators: Operators) -> None:
+def test_frequent_shape_is_recorded(operators: Operators) -> None:
     with capture_logs() as events:
         steps = Steps(static(LLAMA), operators)
         assert [steps.replayed(1) for _ in range(6)] == [0, 0, 0, 1, 1, 1]
@@ -222,7 +222,7 @@ def replace_module(model: Any, weight: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "replace", [replace_data, replace_parameter, replace_forward, replace_module]
 )
-def test_weights_that_become_others(
+def test_replaced_weights_drop_recordings(
     replace: Callable[[Any, torch.Tensor], None], operators: Operators
 ) -> None:
     """In the output layer, on which no state depends: rows follow at once."""
@@ -235,7 +235,7 @@ def test_weights_that_become_others(
     assert steps.replayed(4) == 3
 
 
-def test_weights_that_are_written_to(operators: Operators) -> None:
+def test_replay_reads_changed_weights(operators: Operators) -> None:
     """As an optimizer does: a recording reads them where they are."""
     steps = Steps(static(LLAMA), operators)
     assert steps.replayed(5) == 2
@@ -362,7 +362,7 @@ class Failing(Operators):
         return recording
 
 
-def test_a_step_that_cannot_be_recorded() -> None:
+def test_unrecordable_step_is_computed_without_recording() -> None:
     """The driver refuses one: no step is recorded any more, which is said once."""
     with recorded_steps(Failing(4, RuntimeError("operation not permitted"))) as recorder:
         steps = Steps(static(LLAMA), recorder)
@@ -375,7 +375,7 @@ def test_a_step_that_cannot_be_recorded() -> None:
     assert "operation not permitted" in event["reason"]
 
 
-def test_a_step_for_which_there_is_no_memory() -> None:
+def test_step_without_memory_for_recording_is_computed() -> None:
     """Smaller ones are recorded."""
     with recorded_steps(Failing(4, torch.OutOfMemoryError("out of memory"))) as recorder:
         steps = Steps(static(LLAMA), recorder)
@@ -420,7 +420,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
     ],
     ids=["a value", "an operator", "dynamic frequencies"],
 )
-def test_a_model_that_reads_values_is_found_at_load(
+def test_model_that_reads_values_is_not_recorded(
     rope: Callable[[Any], Any], changes: dict[str, Any], why: str
 ) -> None:
     model = build(llama_config(**changes))
@@ -439,7 +439,7 @@ def test_a_model_that_reads_values_is_found_at_load(
 # --- the option -----------------------------------------------------------------------------------
 
 
-def test_a_cpu_takes_no_such_steps_unless_asked() -> None:
+def test_steps_on_a_cpu_are_static_only_on_request() -> None:
     for options in ({}, {"static": None}, {"static": False}):
         model = build(LLAMA)
         pair = beside(model, copy.deepcopy(model), **options)
@@ -456,7 +456,7 @@ def test_another_value_is_refused(given: object) -> None:
         HFOptions.parse({"static": given})
 
 
-def test_the_option_of_a_model_that_is_loaded() -> None:
+def test_static_option_applies_to_a_loaded_model() -> None:
     from genlm.core.mock import ByteTokenizer
 
     model = build(LLAMA)

@@ -67,7 +67,7 @@ def test_a_short_context_is_answered_beside_a_chunk(chunked: Any) -> None:
     assert finish(chunked, (1, 2))[0] == {(1, 2)}
 
 
-def test_a_step_computes_no_more_where_contexts_begin_alike_and_do_not_wait() -> None:
+def test_step_limit_counts_whole_contexts_if_sharing_does_not_pay() -> None:
     """Four of 12 tokens save 33, which are not worth a forward: all are computed whole."""
     model = proven(llama_config(), max_batch_tokens=64)
     contexts = [(*ids, token) for ids in draw(12, 11) for token in range(4)]
@@ -84,7 +84,7 @@ def test_a_step_is_filled_to_its_last_token(chunked: Any) -> None:
     assert chunked.forwards == [CHUNK]
 
 
-def test_a_prompt_costs_those_that_grow_no_more_than_its_own_tokens(chunked: Any) -> None:
+def test_new_prompt_costs_growing_contexts_only_its_own_tokens(chunked: Any) -> None:
     (prompt,), growing = draw(1, 150), draw(4, 6, seed=1)
     chunked.step(*growing)
     chunked.forwards.clear()
@@ -105,7 +105,7 @@ def test_context_with_the_fewest_missing_tokens_is_answered_first(chunked: Any) 
     assert chunked.step(prompt, (*known, 1)) == {(*known, 1)}
 
 
-def test_nothing_is_passed_over_while_others_keep_coming(chunked: Any) -> None:
+def test_no_request_starves_while_others_keep_coming(chunked: Any) -> None:
     (prompt,), fresh = draw(1, 150), iter(draw(200, 8, seed=1))
     new_requests, answered, steps = [prompt], set[tuple[int, ...]](), 0
     while prompt not in answered:
@@ -134,7 +134,7 @@ def test_a_prompt_that_is_dropped_is_not_computed_any_further(chunked: Any) -> N
     assert sum(chunked.forwards) == 200 - CHUNK, "what was computed of it is known still"
 
 
-def test_a_chunk_that_fails_leaves_the_engine_sound(chunked: Any) -> None:
+def test_failing_chunk_leaves_the_engine_usable(chunked: Any) -> None:
     (prompt,), grown = draw(1, 150), draw(3, 6, seed=1)
     chunked.step(*grown)
     chunked.step(prompt)
@@ -167,7 +167,7 @@ def test_state_lost_for_lack_of_memory_is_computed_again(room: int) -> None:
     assert sum(model.forwards) <= 150 + CHUNK * 5 + 150 + 20 * 15, "it is computed twice at most"
 
 
-def test_where_no_state_can_be_continued_each_prompt_has_a_step_of_its_own() -> None:
+def test_each_prompt_gets_its_own_step_if_state_cannot_be_continued() -> None:
     """A recurrent model takes many tokens as a beginning, whatever its state holds."""
     model = proven(MAMBA, max_batch_tokens=CHUNK)
     (one, other), (short,) = draw(2, 100), draw(1, 5, seed=1)
@@ -205,7 +205,7 @@ def test_request_dropped_beside_a_cold_context_is_not_answered(chunked: Any) -> 
     assert [chunked.step() for _ in range(4)] == [set()] * 4
 
 
-def test_the_output_layer_computes_the_rows_that_are_asked_and_whoever_calls_the_model_gets_all(
+def test_output_layer_computes_only_wanted_rows_and_direct_calls_get_all(
     llama: Any,
 ) -> None:
     computed = []

@@ -98,7 +98,7 @@ def wrong_beyond_100() -> Any:
     return model
 
 
-def test_a_threshold_that_nothing_tells(wrong_beyond_100: Any) -> None:
+def test_unannounced_threshold_is_found_and_limits_reuse(wrong_beyond_100: Any) -> None:
     model, (whole,) = wrong_beyond_100, draw(1, 200)
     model.check(whole[:40])
     model.forwards.clear()
@@ -116,7 +116,7 @@ def test_a_threshold_that_nothing_tells(wrong_beyond_100: Any) -> None:
     assert model.forwards == [1]
 
 
-def test_rounding_that_grows_with_the_length_is_no_threshold() -> None:
+def test_rounding_that_grows_with_length_does_not_limit_reuse() -> None:
     """A cold row of a long context is as far from itself in a batch of two as from a warm one."""
     model, (whole,) = unproven(configs.LlamaConfig(**SHAPE)), draw(1, 80)
 
@@ -136,7 +136,7 @@ def test_rounding_that_grows_with_the_length_is_no_threshold() -> None:
     assert "kv.reuse_wrong" not in {event["event"] for event in events}
 
 
-def test_scores_beyond_such_a_threshold(wrong_beyond_100: Any) -> None:
+def test_scores_beyond_an_unannounced_threshold_are_right(wrong_beyond_100: Any) -> None:
     (whole,) = draw(1, 120)
     wrong_beyond_100.check_scores((whole[:110], whole[110:]))
 
@@ -159,7 +159,7 @@ T5 = configs.T5Config(vocab_size=TOKENS, d_model=16, d_kv=4, d_ff=16, num_layers
         (configs.BertForMaskedLM, BERT, "causal language model"),
     ],
 )
-def test_other_models_are_refused_and_left_as_they_were(kind: Any, config: Any, why: str) -> None:
+def test_unsuitable_models_are_rejected_and_unchanged(kind: Any, config: Any, why: str) -> None:
     model = kind(config).train()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -174,7 +174,7 @@ def test_other_models_are_refused_and_left_as_they_were(kind: Any, config: Any, 
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_closed_model_is_in_the_mode_that_it_was_in(training: bool) -> None:
+def test_closing_restores_the_training_mode(training: bool) -> None:
     model = build(configs.LlamaConfig(**SHAPE)).train(training)
     model.lm_head.train(not training)  # a part of its own mode, as a frozen one has
     engine = HFEngine(model, None)
@@ -184,7 +184,7 @@ def test_a_closed_model_is_in_the_mode_that_it_was_in(training: bool) -> None:
     assert model.lm_head.training is not training
 
 
-def test_two_engines_over_one_model() -> None:
+def test_second_engine_over_one_model_is_rejected() -> None:
     pair = unproven(configs.LlamaConfig(**SHAPE))
     with pytest.raises(EngineError, match="close it first"):
         HFEngine(pair.engine.model, None)

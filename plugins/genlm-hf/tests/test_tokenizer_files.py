@@ -97,7 +97,7 @@ def test_texts_are_split_as_the_file_says(llama, tmp_path, alone):
     assert (said["log_level"], said["transformers"]) == ("warning", "GPT2Tokenizer")
 
 
-def test_a_model_of_a_tokenizer_that_does_not_merge_what_it_has_whole_is_the_files(tmp_path):
+def test_ignore_merges_is_taken_from_the_file(tmp_path):
     made = byte_level()
     vocab = made.get_vocab() | {"ĠHelloWorld": made.get_vocab_size()}
     made.model = models.BPE(vocab, [("Ċ", "Ċ")], ignore_merges=True)
@@ -107,7 +107,7 @@ def test_a_model_of_a_tokenizer_that_does_not_merge_what_it_has_whole_is_the_fil
     assert tokenizer.tokenize("a HelloWorld") == ["a", "ĠHelloWorld"]
 
 
-def test_a_file_that_cuts_texts_is_followed_all_the_same(tmp_path):
+def test_file_with_truncation_still_corrects_the_tokenizer(tmp_path):
     made = byte_level()
     made.enable_truncation(3)
     tokenizer, events = followed(write(tmp_path, made, "GPT2Tokenizer"))
@@ -162,14 +162,14 @@ CLASSES = (
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_what_a_class_has_saved_itself_is_left_alone(tmp_path, kind, real_model):
+def test_tokenizer_saved_by_its_own_class_is_unchanged(tmp_path, kind, real_model):
     held = json.loads((Path(real_model) / "tokenizer.json").read_text())["model"]
     merges = [tuple(one.split(" ") if isinstance(one, str) else one) for one in held["merges"]]
     getattr(transformers, kind)(vocab=held["vocab"], merges=merges).save_pretrained(tmp_path)
     assert followed(tmp_path)[1] == []
 
 
-def test_a_mistral_whose_pattern_was_asked_for_is_left_alone(tmp_path):
+def test_mistral_tokenizer_with_a_requested_pattern_is_unchanged(tmp_path):
     folder = write(tmp_path, byte_level(), "GPT2Tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.fix_mistral_regex = True

@@ -36,7 +36,7 @@ def clear(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("config", [configs.LlamaConfig(**SHAPE), GEMMA2, LFM2])
-def test_rows_follow_the_weights_and_a_loss_is_that_of_the_model_alone(config: Any) -> None:
+def test_rows_follow_training_and_losses_are_unchanged(config: Any) -> None:
     pair = unproven(config)
     model = pair.engine.model.train()
     steps = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -54,7 +54,7 @@ def test_rows_follow_the_weights_and_a_loss_is_that_of_the_model_alone(config: A
 
 
 @pytest.mark.parametrize("part", ["", "transformer"])
-def test_dropout_is_off_in_rows_also_where_a_part_is_trained(part: str) -> None:
+def test_dropout_is_off_in_rows_even_if_a_part_is_in_training_mode(part: str) -> None:
     pair = unproven(configs.GPT2Config(vocab_size=TOKENS, n_embd=32, n_layer=2, n_head=4))
     pair.engine.model.get_submodule(part).train()
     pair.check(*draw(2, 20))
@@ -81,7 +81,7 @@ def test_layers_of_pefts_around_a_served_model() -> None:
         lambda model: model.resize_token_embeddings(TOKENS + 7),
     ],
 )
-def test_a_model_that_becomes_another_one_is_refused(change: Any) -> None:
+def test_model_whose_type_changes_is_rejected(change: Any) -> None:
     pair = unproven(configs.LlamaConfig(**SHAPE))
     change(pair.engine.model)
     with pytest.raises(EngineError, match="make a new one"):
@@ -101,7 +101,7 @@ def test_two_engines_over_a_model_and_its_compiled_form(wrapped_first: bool) -> 
 
 
 @pytest.mark.filterwarnings("error:`past_key_values` is deprecated:FutureWarning")
-def test_the_cache_has_the_name_that_the_model_inside_has_for_it() -> None:
+def test_cache_argument_is_found_inside_a_peft_wrapper() -> None:
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
     lora = peft.LoraConfig(target_modules=["q_proj"])
     engine = HFEngine(peft.get_peft_model(build(configs.LlamaConfig(**SHAPE)), lora), None)

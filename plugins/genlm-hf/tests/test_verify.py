@@ -130,12 +130,12 @@ def test_a_sound_model_in_half_precision_passes(windowed):
     assert all(1e-4 < one.apart <= one.allowed for one in reports[0].compared)
 
 
-def test_biases_that_are_left_out_are_refused_by_the_name_of_their_setting(biased):
+def test_ignored_biases_are_rejected_by_the_name_of_their_setting(biased):
     with pytest.raises(EngineError, match=r"5, 13, 24 tokens .* those of attention_bias=False"):
         load_verified(subject(biased), True, lambda name: Other.with_(biased, attention_bias=False))
 
 
-def test_a_window_that_is_left_out_is_found_beyond_it(windowed):
+def test_ignored_window_is_found_by_longer_contexts(windowed):
     reports: list[Report] = []
     load_verified(
         subject(windowed), reports.append, lambda name: Other.with_(windowed, sliding_window=None)
@@ -145,7 +145,7 @@ def test_a_window_that_is_left_out_is_found_beyond_it(windowed):
     assert why.startswith("a scaled copy: other does not serve it")  # it has no plugin
 
 
-def test_the_options_changes_are_part_of_what_is_compared(windowed):
+def test_changes_by_options_are_compared_too(windowed):
     changed = subject(windowed, changes={"sliding_window": 20})
     load_verified(changed, True, lambda name: Other.with_(windowed, sliding_window=20))
     with pytest.raises(EngineError, match="sliding_window"):
@@ -196,7 +196,7 @@ def test_by_default_a_difference_in_half_precision_is_a_warning(biased, logged, 
         load(True)
 
 
-def test_what_is_refused_is_closed(biased):
+def test_rejected_engine_is_closed(biased):
     closed: list[bool] = []
 
     class Closing(Other):
@@ -230,7 +230,7 @@ def test_by_default_a_proof_is_remembered_until_the_folder_changes(
 @pytest.mark.parametrize(
     ("verify", "asked"), [(None, False), (True, True)], ids=["by default", "asked"]
 )
-def test_what_transformers_does_not_know_is_said(tmp_path, logged, monkeypatch, verify, asked):
+def test_model_unknown_to_transformers_is_reported(tmp_path, logged, monkeypatch, verify, asked):
     monkeypatch.setattr(loading, "PATIENCE", None)
     (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoModel": "x"}}')
     engine = object()
@@ -258,7 +258,7 @@ def test_by_default_large_models_are_not_verified(tmp_path, logged):
     assert "seconds" in logged[0]["why"]
 
 
-def test_an_engine_that_loads_at_once_is_verified_on_request_alone(tmp_path, logged):
+def test_engine_that_loads_at_once_is_verified_only_on_request(tmp_path, logged):
     quick = subject(tmp_path, on_request="it loads at once")
     load_verified(quick, None, lambda name: object())
     assert [(one["event"], one["why"]) for one in logged] == [
@@ -396,7 +396,7 @@ def test_weights_that_are_read_layer_by_layer_give_the_same_rows(windowed, tmp_p
     assert {each.device.type for each in model.parameters()} == {"meta"}  # the others are on disk
 
 
-def test_rows_that_are_nearly_uniform_may_be_less_far_apart(tmp_path):
+def test_tolerance_is_lower_for_nearly_uniform_rows(tmp_path):
     config = MistralConfig(**{**SIZES, "bos_token_id": None, "tie_word_embeddings": False})
     folder = write(tmp_path / "flat", config)
     weights = load_file(folder / "model.safetensors")
@@ -411,7 +411,7 @@ def test_rows_that_are_nearly_uniform_may_be_less_far_apart(tmp_path):
     assert reports[0].compared[0].apart < 0.02
 
 
-def test_contexts_have_no_token_that_a_model_treats_in_its_own_way(windowed):
+def test_contexts_avoid_tokens_with_special_treatment(windowed):
     config = AutoConfig.from_pretrained(windowed)
     config.image_token_id = 7
     (short, beyond) = choose(config, 100).groups

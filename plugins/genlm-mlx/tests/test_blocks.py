@@ -35,7 +35,7 @@ def test_contexts_may_go_on_one_by_one(llama: Tried) -> None:
     assert llama.kept.nbytes < 3 * whole
 
 
-def test_a_block_that_nearly_all_have_left_is_cut_down(llama: Tried) -> None:
+def test_block_that_most_sequences_left_shrinks(llama: Tried) -> None:
     first, *others = keys_of(8, 20)
     llama.ask(first, *others)
     whole = llama.kept.nbytes
@@ -159,14 +159,16 @@ def test_candidates_share_forwards_and_rows_are_read_on_the_way(
 
 
 @pytest.mark.parametrize("family", ["mamba", "lfm2"])
-def test_a_program_that_goes_back_finds_a_state_near(folders: Folders, family: str) -> None:
+def test_returning_to_an_earlier_context_starts_from_a_near_state(
+    folders: Folders, family: str
+) -> None:
     tried, (prompt,), (tail,) = Tried(folders(family), Blocks), keys_of(1, 40), keys_of(1, 60)
     for size in range(1, 60):
         tried.compute([(*prompt, *tail[1:size])])
     assert sum(tried.ask((*prompt, *tail[1:50], 7))) <= 2 * MIN_SHARED_TOKENS
 
 
-def test_states_that_were_grown_go_before_a_prompt(folders: Folders) -> None:
+def test_grown_states_are_evicted_before_a_prompt(folders: Folders) -> None:
     sized = Tried(folders("lfm2"), Blocks)
     particles = keys_of(4, 100)
     sized.ask(*particles)

@@ -21,7 +21,7 @@ def assert_cold(engine: Any, query: Query, row: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba"])
-def test_others_are_answered_between_the_chunks_of_a_long_prompt(
+def test_requests_are_answered_between_chunks_of_a_long_prompt(
     folders: Folders, family: str
 ) -> None:
     engine = load(str(folders(family)), {"prefill_step_size": CHUNK})
@@ -42,7 +42,7 @@ def test_others_are_answered_between_the_chunks_of_a_long_prompt(
         assert_cold(engine, query, row)
 
 
-def test_a_long_prompt_that_is_dropped_is_not_answered(folders: Folders) -> None:
+def test_dropped_long_prompt_is_not_answered(folders: Folders) -> None:
     engine = load(str(folders("llama")), {"prefill_step_size": CHUNK})
     long, short = Query(tokens_of(10 * CHUNK, 0)), Query(tokens_of(3, 1))
     assert engine.genlm_step([long], [], engine.vocab_size) == []
@@ -67,7 +67,7 @@ def test_contexts_behind_one_long_prompt_wait_for_it_once(folders: Folders) -> N
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba"])
-def test_a_chunk_that_is_itself_asked_for(folders: Folders, family: str) -> None:
+def test_request_equal_to_a_chunk_is_answered(folders: Folders, family: str) -> None:
     """Prefixes of one prompt, each a whole number of chunks."""
     engine = load(str(folders(family)), {"prefill_step_size": CHUNK})
     prompt = tokens_of(4 * CHUNK, 0)

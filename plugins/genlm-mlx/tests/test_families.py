@@ -63,7 +63,7 @@ def test_the_probe_feeds_unequal_sequences_more_than_once(
     assert (rows_of(engine, contexts) - cold_rows_of(engine, contexts)).abs().max() < 1e-3
 
 
-def test_a_batch_that_fits_by_accident_deceives_no_probe(
+def test_probe_detects_accidental_broadcasting(
     folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gemma 2 as mlx-lm has it: two rows take the place of its two key/value heads. Of coarse
@@ -103,7 +103,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_folders_as_the_hub_has_them(name: str, tmp_path: Path) -> None:
+def test_folders_in_the_hubs_layout_load(name: str, tmp_path: Path) -> None:
     found = loaded(name, costly_sweep.TestMlx.sweep, tmp_path)
     assert found.outcome == ("refused" if name in REFUSED else "right"), found
     assert re.search(REFUSED.get(name, ""), found.why)

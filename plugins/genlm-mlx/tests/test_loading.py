@@ -63,7 +63,7 @@ def test_other_files_beside_the_weights_are_passed_over(folders: Folders, tmp_pa
     assert row.equal(expected)
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused_without_a_remedy_that_fails_too(
+def test_missing_weights_are_rejected_without_a_useless_remedy(
     folders: Folders, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(folders("llama"), tmp_path / "model")
@@ -149,7 +149,7 @@ def test_a_process_may_not_open_fewer_files(
     assert done.stdout.split() == [*after], done.stderr[-2000:]
 
 
-def test_mlx_lm_is_as_before_once_the_last_model_is_closed(
+def test_closing_the_last_model_restores_mlx_lm(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llama, NAME, base.scaled_dot_product_attention)  # whatever else is open
@@ -163,7 +163,7 @@ def test_mlx_lm_is_as_before_once_the_last_model_is_closed(
     assert getattr(llama, NAME) is base.scaled_dot_product_attention
 
 
-def test_a_model_that_is_freed_without_being_closed_leaves_nothing_in_mlx_lm(
+def test_freed_unclosed_model_restores_mlx_lm(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llama, NAME, base.scaled_dot_product_attention)

@@ -141,7 +141,9 @@ def test_weights_where_the_model_has_no_linear_layer(
 
 
 @pytest.mark.parametrize("kind", ["dora", "full"])
-def test_kinds_of_mlx_lm_that_are_refused(folders: Folders, tmp_path: Path, kind: str) -> None:
+def test_unsupported_kinds_of_mlx_lm_adapters_are_rejected(
+    folders: Folders, tmp_path: Path, kind: str
+) -> None:
     path = mlx_adapter(folders("llama"), tmp_path / "adapter")
     change_config(path, fine_tune_type=kind)
     with pytest.raises(
@@ -163,7 +165,7 @@ LAYER = "model.layers.1.self_attn.k_proj"
         ({f"{LAYER}.lora_a": mx.full((32, 4), float("nan"))}, f"NaN .* numbers in {LAYER}.lora_a"),
     ],
 )
-def test_weights_of_mlx_lm_that_are_refused(
+def test_invalid_weights_of_mlx_lm_adapters_are_rejected(
     folders: Folders, tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
     path = mlx_adapter(folders("llama"), tmp_path / "adapter")
@@ -176,7 +178,7 @@ def test_weights_of_mlx_lm_that_are_refused(
 
 
 @pytest.mark.parametrize(("depth", "lacks"), [(1, False), (2, False), (3, True), (-1, True)])
-def test_blocks_that_the_file_of_mlx_lm_lacks(
+def test_adapter_of_mlx_lm_without_all_blocks_is_rejected(
     folders: Folders, engine: MlxEngine, tmp_path: Path, depth: int, lacks: bool
 ) -> None:
     path = mlx_adapter(folders("llama"), tmp_path / "adapter")
@@ -217,7 +219,7 @@ def test_falcon_h1(folders: Folders, tmp_path: Path) -> None:
     torch.testing.assert_close(row, peft_row(folder, path), atol=1e-3, rtol=0)
 
 
-def test_an_adapter_that_gives_nan_harms_nobody_after_it(folders: Folders, tmp_path: Path) -> None:
+def test_nan_of_an_adapter_affects_no_later_row(folders: Folders, tmp_path: Path) -> None:
     """Its numbers are finite and overflow. Others take the places of its sequences; and it is
     answered, also in chunks of which none can be kept."""
     path = peft_adapter(folders("llama"), tmp_path / "nan", target_modules=["k_proj", "v_proj"])

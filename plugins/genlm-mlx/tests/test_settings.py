@@ -239,7 +239,7 @@ FAMILIES = ["falcon_h1", "gemma2", "llama", "mixtral", "qwen2"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_that_are_loaded_later_are_computed_as_the_first_ones(
+def test_reloaded_weights_are_computed_like_the_first(
     family: str, saved: Saved, tmp_path: Path
 ) -> None:
     """In another type, too. Nothing of a repair is in the weights."""
@@ -312,7 +312,7 @@ def test_a_rotary_embedding_that_stretches_takes_more(saved: Saved, kind: str) -
     torch.testing.assert_close(row, expected, atol=CLOSE, rtol=0)
 
 
-def test_a_window_that_cannot_be_put_in_ends_the_context(
+def test_unrepairable_window_limits_the_context(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("genlm.mlx.windows._takes_mask", lambda attention: False)

@@ -51,14 +51,14 @@ def either(folders: Folders, request: pytest.FixtureRequest) -> Tried:
         (["gemma2", "mamba", "lfm2", "falcon_h1"], Blocks),
     ],
 )
-def test_attention_shares_also_with_windows_and_other_families_do_not(
+def test_attention_models_share_prefixes_and_others_do_not(
     folders: Folders, families: list[str], kind: type
 ) -> None:
     for family in families:
         assert type(engine_of(folders(family)).store) is kind, family
 
 
-def test_sinks_and_windows_are_those_of_rows_computed_alone() -> None:
+def test_sinks_and_windows_match_rows_computed_alone() -> None:
     """mlx-lm cannot load a small gpt-oss as transformers writes it."""
     mx.random.seed(0)
     model = gpt_oss.Model(gpt_oss.ModelArgs(**GPT_OSS))
@@ -87,9 +87,7 @@ def test_a_step_costs_one_token_per_context_and_a_new_request_its_own(either: Tr
 
 
 @pytest.mark.parametrize("step_size", [16, 2048])
-def test_all_that_a_text_begins_with_costs_as_much_as_the_text(
-    folders: Folders, step_size: int
-) -> None:
+def test_all_prefixes_of_a_text_cost_as_much_as_the_text(folders: Folders, step_size: int) -> None:
     llama = Tried(folders("llama"), Store, step_size=step_size)
     text, other = keys_of(2, 300)
     prefixes = [text[: 1 + length] for length in range(1, 301)]
@@ -117,7 +115,7 @@ def test_drafts_cost_their_tokens(shared: Tried) -> None:
         ]
 
 
-def test_a_long_text_and_few_of_its_prefixes(shared: Tried) -> None:
+def test_long_text_shares_its_computation_with_few_prefixes(shared: Tried) -> None:
     (text,) = keys_of(1, 500)
     assert sum(shared.ask(text, text[:401], text[:403], text[:31])) == 500
 
@@ -158,7 +156,7 @@ def test_a_lone_context_takes_the_place_of_no_group(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba"])
-def test_pinned_contexts_take_no_room_of_others(folders: Folders, family: str) -> None:
+def test_pinned_contexts_do_not_reduce_the_room_of_others(folders: Folders, family: str) -> None:
     kind = Store if family == "llama" else Blocks  # which hold windows, too
     groups, pinned = [keys_of(2, 20, seed) for seed in (1, 2)], keys_of(12, 60)
     sized = Tried(folders(family), kind)
@@ -213,7 +211,7 @@ def test_known_context_costs_its_last_token(shared: Tried) -> None:
     assert shared.ask((*keys[0], 7, 8)) == [1]
 
 
-def test_contexts_that_wait_for_one_of_their_batch_take_the_place_of_no_other(
+def test_waiting_contexts_evict_no_other_context(
     folders: Folders,
 ) -> None:
     tried = Tried(folders("llama"), Store, 0)
@@ -296,7 +294,7 @@ def test_a_failed_forward_pass_leaves_the_rest_sound(either: Tried) -> None:
     either.ask(*behind)
 
 
-def test_state_that_cannot_be_made_sound_is_dropped_and_logged(
+def test_irreparable_state_is_dropped_and_logged(
     shared: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     carry_out = Table.do
@@ -320,7 +318,7 @@ def test_state_that_cannot_be_made_sound_is_dropped_and_logged(
     assert shared.ask(*keys) == [6 * 19, 6]
 
 
-def test_a_score_is_one_pass_over_what_is_new(folders: Folders) -> None:
+def test_score_is_one_pass_over_new_tokens(folders: Folders) -> None:
     engine = load(str(folders("llama")), {})
     engine._runner.model = watched = Watched(engine.model)
     context, drawn = tokens_of(40, 0), tokens_of(60, 1)
@@ -355,7 +353,7 @@ def test_a_context_is_computed_once_for_all_its_scores(
     assert sum(watched.forwards) <= 12
 
 
-def test_candidates_that_begin_alike_cost_their_tree(
+def test_candidates_cost_the_tokens_of_their_prefix_tree(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load(str(folders("llama")), {})
@@ -395,9 +393,7 @@ def test_scores_have_mass_on_the_first_tokens_only(
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
-def test_scores_whatever_type_a_program_gives_to_its_tensors(
-    folders: Folders, default: torch.dtype
-) -> None:
+def test_scores_are_right_with_any_default_dtype(folders: Folders, default: torch.dtype) -> None:
     engine = load(str(folders("llama")), {})
     torch.set_default_dtype(default)
     try:
@@ -436,7 +432,7 @@ def test_clearing_frees_all(folders: Folders) -> None:
     assert mx.get_active_memory() <= before
 
 
-def test_a_nan_of_a_longer_context_reaches_no_other_row_and_no_other_score(
+def test_nan_of_a_longer_context_reaches_no_other_row_or_score(
     folders: Folders,
 ) -> None:
     """A context inside the longer one, and one beside it, in the same batch."""

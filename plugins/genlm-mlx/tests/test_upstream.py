@@ -46,7 +46,7 @@ def test_rotary_settings_of_transformers_5_are_not_seen(folders: Folders) -> Non
     assert model.args.rope_theta != 500.0, FIXED.format("`amended` in loading.py")
 
 
-def test_gpt2_wants_a_name_that_transformers_5_does_not_write(folders: Folders) -> None:
+def test_gpt2_of_mlx_lm_needs_a_setting_absent_in_transformers_5(folders: Folders) -> None:
     with pytest.raises(TypeError, match="n_ctx"):  # else `amended` in loading.py need not say it
         load_model(folders("gpt2"))
 
@@ -71,7 +71,7 @@ def test_rotating_caches_padded_on_the_left_are_masked_wrongly_after_a_single_to
     assert mx.abs(batched - alone).max().item() > 1e-2, FIXED.format("`settle` in block.py")
 
 
-def test_a_ragged_block_of_one_token_is_beyond_rotating_caches(folders: Folders) -> None:
+def test_rotating_caches_reject_a_ragged_block_of_one_token(folders: Folders) -> None:
     model = by_mlx_lm(folders("gemma3"))
     cache = [layer.merge([layer, layer]) for layer in make_prompt_cache(model)]
     for layer in cache:

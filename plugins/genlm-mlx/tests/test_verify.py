@@ -29,7 +29,7 @@ def test_a_sound_model_passes_within_and_beyond_its_window(
     assert all(one.apart < 1e-3 for one in reports[0].compared)
 
 
-def test_multipliers_that_mlx_lm_leaves_out_are_found_without_their_names(
+def test_verification_finds_ignored_multipliers(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "repair", lambda model: None)

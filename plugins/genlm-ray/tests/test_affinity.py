@@ -47,7 +47,7 @@ def test_a_context_that_grew_goes_to_its_parent_and_others_find_its_prefixes() -
     assert choose(affinity, {home: 3, other: 0}, query(*ids[:31], 299, 299)) == other
 
 
-def test_a_context_that_nobody_knows_goes_to_who_has_least_to_do() -> None:
+def test_unknown_context_goes_to_the_least_loaded_member() -> None:
     affinity: Affinity[str] = Affinity()
     choose(affinity, {"left": 0, "right": 9}, query(1, 2, 3))
     assert choose(affinity, {"left": 5, "right": 2}, query(9, 9, 9)) == "right"
@@ -61,14 +61,14 @@ def test_an_overloaded_member_is_relieved() -> None:
     assert choose(affinity, {"left": 0}, query(1, 2, 3, 4, 5)) == "left", "the other one is gone"
 
 
-def test_a_member_has_its_share_of_what_is_placed_together() -> None:
+def test_contexts_placed_together_are_shared_among_members() -> None:
     affinity: Affinity[str] = Affinity()
     choose(affinity, {"left": 0, "right": 1}, query(1, 2, 3))
     assert choose(affinity, {"left": 9, "right": 0}, query(1, 2, 3, 4), *[query(9)] * 6) == "left"
     assert choose(affinity, {"left": 10, "right": 0}, query(1, 2, 3, 5), *[query(9)] * 5) == "right"
 
 
-def test_state_that_was_lost_draws_nobody() -> None:
+def test_lost_state_attracts_no_context() -> None:
     affinity: Affinity[str] = Affinity()
     assert choose(affinity, {"left": 0, "right": 1}, query(1, 2, 3)) == "left"
     affinity.forget_member("left")

@@ -71,7 +71,7 @@ def test_islands_estimate_what_one_process_does_when_a_worker_is_killed(
     assert printed("-c", KILLED, *own) == single
 
 
-def test_islands_that_have_no_room_are_said_and_not_waited_for_for_ever(
+def test_missing_room_for_islands_is_reported_in_time(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)

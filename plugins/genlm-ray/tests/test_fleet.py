@@ -50,7 +50,7 @@ def started(replicas: int) -> tuple[Fleet, list[Line]]:
     return fleet, lines
 
 
-def test_a_free_replica_takes_over_what_waits_at_another() -> None:
+def test_free_replica_takes_over_waiting_requests() -> None:
     fleet, (stuck, free) = started(2)
     fleet.step([Query((1, at)) for at in range(2000)], [])
     answered = 0
@@ -109,7 +109,7 @@ def test_only_deaths_one_after_the_other_count_against_an_entry() -> None:
     assert entry in log.entries
 
 
-def test_only_what_adds_something_is_to_blame_for_a_death() -> None:
+def test_only_adding_entries_are_blamed_for_a_death() -> None:
     adapter = Entry(("add_adapter", "a"), ("remove_adapter", "a"))
     order = Entry(("clear",))
     blamed = [
@@ -130,7 +130,7 @@ def test_a_replica_whose_watch_fails_is_started_again() -> None:
     ("suspect_first", "coming", "tried"),
     [(True, False, True), (True, True, False), (False, False, False), (False, True, False)],
 )
-def test_the_last_replica_tries_suspects_in_their_turn_if_no_other_will(
+def test_last_replica_tries_suspects_in_turn(
     suspect_first: bool, coming: bool, tried: bool
 ) -> None:
     placing, suspects, others = Placing(), [Job(Query((1,)))], [Job(Query((2,)))]
@@ -144,7 +144,7 @@ def test_the_last_replica_tries_suspects_in_their_turn_if_no_other_will(
     assert portion[1:] == ((suspects, True) if tried else (others, False))
 
 
-def test_a_replica_that_is_tried_for_days_takes_nothing_with_it() -> None:
+def test_endless_failed_restarts_do_not_end_the_fleet() -> None:
     fleet, (well, lost) = started(2)
     fleet.take(lost.next("beat"), Gone("it died"))
     now = 0.0
@@ -156,7 +156,7 @@ def test_a_replica_that_is_tried_for_days_takes_nothing_with_it() -> None:
             fleet.tick(now)
 
 
-def test_a_replica_that_loads_in_the_end_is_not_lost() -> None:
+def test_replica_that_finally_loads_is_not_lost() -> None:
     """However often: only refusals one after the other count."""
     fleet, (line,) = started(1)
     now = 0.0
@@ -181,7 +181,7 @@ def test_a_replica_that_loads_in_the_end_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize(("replicas", "trying"), [(2, 1), (TRIALS + 2, TRIALS)])
-def test_replicas_are_left_for_what_is_not_suspect(replicas: int, trying: int) -> None:
+def test_some_replicas_are_kept_free_of_suspects(replicas: int, trying: int) -> None:
     placing = Placing()
     for index in range(replicas):
         placing.join(Member(index, line=None, state=State.READY))
@@ -196,7 +196,7 @@ def test_replicas_are_left_for_what_is_not_suspect(replicas: int, trying: int) -
     assert tried == trying
 
 
-def test_suspects_do_not_move_to_where_another_program_tries_its_own() -> None:
+def test_suspects_avoid_replicas_where_another_program_tries_its_own() -> None:
     """They would be refused there, come back, and move again, for ever."""
     placing = Placing()
     refusing, *answering = (Member(index, line=None, state=State.READY) for index in range(3))
@@ -236,7 +236,7 @@ def test_requests_of_a_replica_that_was_computing_nothing_are_asked_elsewhere() 
     assert len(fleet.answers) == 1
 
 
-def test_a_replica_that_has_lost_its_state_is_preferred_for_nothing() -> None:
+def test_restarted_replica_is_not_preferred_for_its_former_contexts() -> None:
     fleet, lines = started(2)
 
     def asked() -> Line:
@@ -359,7 +359,7 @@ def test_prompt_that_kills_replicas_is_given_up() -> None:
     assert line.next("pin") is None
 
 
-def test_nobody_waits_for_an_entry_that_was_added_before() -> None:
+def test_entry_that_exists_is_added_at_once() -> None:
     entry, another = Entry(("pin", 1), ("unpin", 1)), Entry(("pin", 2), ("unpin", 2))
     log = Log(entries={entry: None}, change=Change(another, lambda error: None))
     assert not log.failed(entry, OSError())
@@ -367,7 +367,7 @@ def test_nobody_waits_for_an_entry_that_was_added_before() -> None:
     assert log.failed(another, OSError())
 
 
-def test_a_replica_is_awaited_while_it_starts_and_not_for_long() -> None:
+def test_starting_replica_is_awaited_for_a_limited_time() -> None:
     member = Member(0, line=None)
     watch = Watch([member], 100.0, 0.0)
     found = {}

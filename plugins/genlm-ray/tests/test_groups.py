@@ -31,9 +31,7 @@ def inside(group: Any) -> Any:
     return PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
 
 
-def test_an_actor_whose_group_captures_children_has_its_replicas_there(
-    cluster: Any, group: Any
-) -> None:
+def test_capturing_placement_group_of_an_actor_gets_the_replicas(cluster: Any, group: Any) -> None:
     class Trial:
         def rows(self) -> int:
             from genlm.core import load_model_by_name
@@ -47,7 +45,7 @@ def test_an_actor_whose_group_captures_children_has_its_replicas_there(
 
 
 @pytest.mark.parametrize("how", ["given", "from_name"])
-def test_a_task_gives_its_group(cluster: Any, group: Any, how: str) -> None:
+def test_placement_group_of_a_task_is_found(cluster: Any, group: Any, how: str) -> None:
     def rows(how: str) -> int:
         import ray
 

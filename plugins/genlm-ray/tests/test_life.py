@@ -117,7 +117,7 @@ asyncio.run(main())
 """
 
 
-def test_programs_share_a_fleet_and_a_killed_one_leaves_nothing_there(
+def test_killed_program_leaves_nothing_in_a_shared_fleet(
     fleet: Fleet, cluster: Any, address: str
 ) -> None:
     """Neither its adapter nor its draw: until that ends, an engine takes no new adapter."""
@@ -234,7 +234,7 @@ print("nothing lost")
 """
 
 
-def test_a_node_that_is_lost_or_cannot_be_reached_takes_no_request_with_it() -> None:
+def test_requests_survive_a_lost_or_unreachable_node() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", NODES], capture_output=True, text=True, timeout=3 * PATIENCE
     )

@@ -26,7 +26,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 64)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems keep memory in their own way")
-def test_rows_lie_in_the_memory_of_freed_ones() -> None:
+def test_rows_reuse_the_memory_of_freed_rows() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", WAVES]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)

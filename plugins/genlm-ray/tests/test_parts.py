@@ -62,7 +62,7 @@ def test_ray_engine_has_the_hooks_of_the_inner_engine(
         assert [hook for hook in HOOKS if lm.supports(hook)] == [*hooks]
 
 
-def test_why_there_is_no_lora_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_explains_missing_lora_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MockEngine, "genlm_add_lora", None)
     why = {"genlm_add_lora": "the replicas lack peft"}
     monkeypatch.setattr(MockEngine, "lacking", why, raising=False)
@@ -80,7 +80,7 @@ def test_why_there_is_no_lora_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         lm.add_new_lora("folder", "a")
 
 
-def test_a_start_that_is_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_start_ends_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     await_start, wait, waits = RayEngine._await_start, concurrent.futures.wait, threading.Event()
     engine = engine_whose_replicas_have(monkeypatch)
 
@@ -102,7 +102,7 @@ def test_a_start_that_is_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> No
     assert not starting.is_alive()
 
 
-def test_a_step_waits_for_answers_and_gives_all_but_what_was_dropped(
+def test_step_waits_and_returns_all_answers_except_dropped_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = engine_whose_replicas_have(monkeypatch, *HOOKS)
@@ -122,7 +122,7 @@ def test_a_step_waits_for_answers_and_gives_all_but_what_was_dropped(
     assert [answer.request for answer in answers] == [first], "nobody waits for the others"
 
 
-def test_suspects_of_one_program_are_tried_at_a_time() -> None:
+def test_only_one_program_tries_suspects_at_a_time() -> None:
     replica, mine, yours = Replica(), ProgramSession(1, 60.0), ProgramSession(1, 60.0)
     refused = pytest.raises(Busy, match="another program tries suspects")
     with replica._trial(mine), replica._trial(mine), refused, replica._trial(yours):
@@ -149,7 +149,7 @@ class Fleet:
 
 
 @pytest.mark.parametrize("error", [None, EngineError("no replica takes it")])
-def test_state_is_changed_by_the_fleet_which_says_what_went_wrong(
+def test_failed_change_of_state_raises_the_fleets_error(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     engine = engine_whose_replicas_have(monkeypatch, *HOOKS)
@@ -203,7 +203,7 @@ def asked(token_id: int, adapter: str | None = None) -> Ask:
     return ((token_id,),), adapter, False, None, None, None
 
 
-def test_what_a_program_has_on_a_replica_is_its_own() -> None:
+def test_sessions_on_a_replica_are_separate() -> None:
     replica, model, (yours, mine) = replica_with("yours", "mine")
 
     async def changes() -> list[list[tuple[Any, ...]]]:
@@ -241,7 +241,7 @@ def test_what_a_program_has_on_a_replica_is_its_own() -> None:
     ]
 
 
-def test_rows_travel_without_what_only_the_tokenizer_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_sent_without_tokens_that_the_model_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ByteTokenizer, "__len__", lambda self: 250)
 
     async def widths() -> list[int]:
@@ -255,7 +255,7 @@ def test_rows_travel_without_what_only_the_tokenizer_has(monkeypatch: pytest.Mon
     assert asyncio.run(widths()) == [250, 250, 250]
 
 
-def test_a_replica_takes_the_cache_that_it_is_given() -> None:
+def test_replica_uses_the_given_cache_size() -> None:
     async def kept(options: dict[str, Any]) -> int | None:
         replica: Any = Replica()
         await replica.open(("mine", 1), None, 60.0, "mock", "mock", options)
@@ -310,7 +310,7 @@ def test_an_installed_wrapper_changes_rows_once(monkeypatch: pytest.MonkeyPatch)
         assert (2 * own).log_softmax(-1).equal(mock.next_token_logprobs_sync([1]))
 
 
-def test_requests_end_with_their_programs_session_and_with_no_other() -> None:
+def test_requests_end_only_with_their_own_session() -> None:
     replica, model, (mine, yours) = replica_with("mine", "yours")
 
     async def one_leaves() -> None:
@@ -381,7 +381,7 @@ def test_the_connection_ends_with_the_last_model_that_uses_it(connection: list[s
 
 
 @pytest.mark.parametrize("by_program", [True, False])
-def test_a_model_whose_connection_was_ended_ends_no_other(
+def test_model_without_its_connection_ends_no_other_connection(
     connection: list[str], by_program: bool
 ) -> None:
     model = Cluster("somewhere")
@@ -399,7 +399,7 @@ def test_a_model_whose_connection_was_ended_ends_no_other(
 # --- functions that hang --------------------------------------------------------------------------
 
 
-def test_a_call_hangs_when_it_has_run_for_longer_than_one_of_its_callers_waits() -> None:
+def test_call_hangs_once_it_exceeds_the_patience_of_a_caller() -> None:
     hangs, found = Hangs(), []
 
     @together

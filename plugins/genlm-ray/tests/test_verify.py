@@ -24,7 +24,7 @@ def test_replicas_of_a_backend_that_verifies_nothing_are_refused():
     assert _verifying(RayOptions(backend="mock"), False).backend_opts == {}
 
 
-def test_a_replica_verifies_its_model_and_says_what_cannot_be(
+def test_replica_verifies_its_model_and_reports_gaps(
     tiny: str, fleet: Callable[..., AsyncLM]
 ) -> None:
     def verified(**hf_opts: Any) -> AsyncLM:

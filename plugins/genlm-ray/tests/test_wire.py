@@ -19,7 +19,7 @@ from genlm.ray.replica import OWN_CODE, send_own_code
 from genlm.ray.wire import Gone, portable, received, sent
 
 
-def test_tensors_that_arrive_are_the_memory_that_they_came_in() -> None:
+def test_received_tensors_share_the_memory_of_the_message() -> None:
     """Which is not to be written into, as NumPy says and PyTorch warns; the core only reads it."""
     results = [torch.arange(5.0), ValueError("no"), torch.arange(3.0), [7, 8], torch.arange(5.0)]
     plain, joined, *rest = sent(results)
@@ -47,7 +47,7 @@ def test_results_without_tensors_arrive(results: list[Any]) -> None:
     assert [*received(pickle.loads(pickle.dumps(sent(Reduced.each(results)))))] == results
 
 
-def test_a_result_that_cannot_be_pickled_leaves_the_others_as_they_are() -> None:
+def test_unpicklable_result_leaves_other_results_unchanged() -> None:
     first, second, third = Reduced.each([1, threading.Lock(), KeyError(2)])
     assert isinstance(second, EngineError)
     assert "return what can be pickled" in str(second)
@@ -62,7 +62,7 @@ class Unportable(Exception):
 
 
 @pytest.mark.parametrize("error", [Gone("why", computing=False, ended=True), ValueError("no")])
-def test_an_error_arrives_as_it_was(error: Exception) -> None:
+def test_picklable_error_arrives_unchanged(error: Exception) -> None:
     arrived = pickle.loads(pickle.dumps(portable(error)))
     assert type(arrived) is type(error)
     assert vars(arrived) == vars(error)

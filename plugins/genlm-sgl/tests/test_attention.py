@@ -53,6 +53,6 @@ def test_groups_are_requests_alone(most, batch, seed):
     torch.testing.assert_close(output, expected)
 
 
-def test_like_requests_are_one_group():
+def test_requests_of_similar_length_form_one_group():
     tables, lengths = torch.arange(64 * 200).view(64, 200), [200 - i % 40 for i in range(64)]
     assert len(list(groups(tables, lengths, [1] * 64, torch.float32))) == 1

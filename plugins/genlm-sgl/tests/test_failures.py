@@ -61,7 +61,7 @@ def test_a_prefix_is_pinned_again_after_a_failing_step(hooks, contexts):
     assert hooks.tokens([(*prefix, 1)]) == 1
 
 
-def test_a_full_pool_refuses_what_does_not_fit_and_only_that(hooks, contexts, reference):
+def test_full_pool_rejects_only_requests_that_do_not_fit(hooks, contexts, reference):
     (prefix,) = contexts(1, 400, 400)
     hooks.genlm_cache_prefix(Query(prefix))
     (long,), (short,) = contexts(1, 300, 300, seed=1), contexts(1, 50, 50, seed=2)

@@ -114,7 +114,7 @@ REFUSED_FOLDERS = {
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_folders_as_the_hub_has_them(name: str, tmp_path: Path) -> None:
+def test_folders_in_the_hubs_layout_load(name: str, tmp_path: Path) -> None:
     found = loaded(name, SWEEP, tmp_path)
     assert found.outcome == ("refused" if name in REFUSED_FOLDERS else "right"), found
     assert re.search(REFUSED_FOLDERS.get(name, ""), found.why)

@@ -30,6 +30,6 @@ def test_a_prompt_that_fails_in_the_middle_can_be_asked_again(tiny, contexts, mo
         torch.testing.assert_close(lm.next_token_logprobs_sync(context), row, atol=1e-4, rtol=0)
 
 
-def test_what_is_loaded_already_cannot_be_wrapped() -> None:
+def test_loaded_model_cannot_be_wrapped() -> None:
     with pytest.raises(UnsupportedError, match=r"AsyncSGLTransformer\.from_name\(name\)"):
         AsyncSGLTransformer(object(), object())

@@ -79,13 +79,13 @@ def test_a_server_argument_that_is_refused(tiny, engine_opts, said):
         AsyncSGLTransformer.from_name(tiny, engine_opts)
 
 
-def test_what_sglang_says_of_an_option_names_the_options(tiny):
+def test_error_about_an_option_names_engine_opts(tiny):
     said = r"policy='first'; change engine_opts \(schedule_policy\), or load it with backend='hf'"
     with pytest.raises(EngineError, match=said):
         AsyncSGLTransformer.from_name(tiny, {"schedule_policy": "first"})
 
 
-def test_the_gpu_is_one_that_is_there(tiny, monkeypatch):
+def test_missing_gpu_is_rejected(tiny, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert gpu_index("cpu", 7) == 0
     assert gpu_index("cuda", 1) == 1
@@ -233,7 +233,7 @@ if __name__ == "__main__":
 """
 
 
-def test_an_interrupt_of_the_first_import_spoils_nothing(tiny):
+def test_interrupted_first_import_can_be_repeated(tiny):
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, tiny], capture_output=True, text=True, timeout=400
     )
@@ -285,7 +285,7 @@ OVERRIDES = [
 
 
 @pytest.mark.parametrize(("given", "meant"), OVERRIDES, ids=lambda each: "+".join(each))
-def test_overrides_are_computed_as_a_config_json_would_have_them(given, meant, tmp_path):
+def test_overrides_give_the_rows_of_a_changed_config_json(given, meant, tmp_path):
     """As Qwen's pages say for long contexts, for example; the theta is the model's own."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -362,7 +362,7 @@ def test_weights_must_be_in_the_checkpoint(weights, lacks, zeros, tiny, monkeypa
         model.load_weights([("norm", torch.zeros(4))])  # later a part of them is enough
 
 
-def test_settings_of_a_model_that_also_sees(tmp_path: Path, monkeypatch) -> None:
+def test_settings_of_a_multimodal_model_are_applied(tmp_path: Path, monkeypatch) -> None:
     """What SGLang asks its language model's for, beside what a user changes there."""
     from transformers import Qwen2_5_VLConfig
 

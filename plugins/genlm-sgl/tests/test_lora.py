@@ -126,7 +126,7 @@ def test_removing_an_adapter_unpins_its_prefixes(hooks, folders, contexts):
     strict=True,
 )
 @pytest.mark.parametrize("name", UPSTREAM)
-def test_sglang_itself_applies_it(hooks, upstream, name):
+def test_upstream_applies_the_adapter_correctly(hooks, upstream, name):
     """Not ours, and expected to fail: when one passes, what we do for it can go."""
     path, right, base = upstream[name]
     adapter = Adapter(name, path, version=100 + list(UPSTREAM).index(name))

@@ -49,7 +49,7 @@ def test_a_tree_of_prompts_computes_each_branch_once(hooks, contexts):
     assert hooks.tokens(leaves) == 40 + 3 * 21 + len(leaves)
 
 
-def test_draws_of_a_new_prompt_wait_for_it_and_for_no_draw(hooks, contexts):
+def test_samples_wait_for_a_new_prompt_and_not_for_samples(hooks, contexts):
     (prompt,) = contexts(1, 40, 40)
     draw = SampleRequest(Query(prompt), SamplingParams(max_tokens=50, temperature=0.0))
     short = SampleRequest(Query(prompt), SamplingParams(max_tokens=2, temperature=0.0))
@@ -62,7 +62,7 @@ def test_draws_of_a_new_prompt_wait_for_it_and_for_no_draw(hooks, contexts):
     hooks.step(dropped=[draw])
 
 
-def test_new_requests_wait_for_a_prompt_that_is_half_computed(hooks, contexts):
+def test_new_requests_wait_for_a_partly_computed_prompt(hooks, contexts):
     (prompt,) = contexts(1, 200, 200)
     siblings = list(map(Query, beginning_with(prompt, 3)))
     with patch.object(hooks.model, "forward", wraps=hooks.model.forward) as forward:
@@ -95,7 +95,7 @@ def test_request_that_does_not_fit_holds_up_no_other(hooks, contexts):
     assert_cold_rows(hooks, {Query(prompt): row})
 
 
-def test_others_are_computed_in_the_order_asked(hooks, contexts, monkeypatch):
+def test_unrelated_requests_are_computed_in_order(hooks, contexts, monkeypatch):
     short, long = contexts(2, 30, 30, seed=1), contexts(2, 100, 100, seed=2)
     computed, forward = [], hooks.model.forward
 
@@ -123,7 +123,7 @@ def _break(*_arguments, **_options):
     raise RuntimeError("broken")
 
 
-def test_where_prompts_are_not_kept_nobody_waits_and_nothing_is_pinned(load_tiny, contexts):
+def test_without_prefix_reuse_nothing_waits_or_is_pinned(load_tiny, contexts):
     hooks = load_tiny(disable_radix_cache=True)
     (prompt,) = contexts(1, 40, 40)
     asked = set(map(Query, beginning_with(prompt, 4)))

@@ -40,7 +40,7 @@ def test_draws_beside_rows(padded, contexts):
     assert row.shape == (TOKENS,)
 
 
-def test_where_padding_cannot_be_hidden_scores_are_left_to_rows(load_tiny, contexts):
+def test_scores_are_made_from_rows_if_padding_cannot_be_hidden(load_tiny, contexts):
     padded = Hooks(load_tiny().engine, width=TOKENS)
     processor, padded.model.logits_processor = padded.model.logits_processor, Without()
     processor_of = lambda *given, **how: processor(*given, **how)  # noqa: E731

@@ -21,7 +21,7 @@ def cold(hooks):
     hooks.genlm_clear_kv_cache()
 
 
-def test_what_was_loaded_without_lora_says_how_to_load_it(hooks):
+def test_error_without_lora_says_how_to_load_it(hooks):
     loaded = LoadedEngine(hooks.engine, "sgl", (), CoreOptions())
     with pytest.raises(UnsupportedError, match=r"load it with .*'enable_lora': True"):
         loaded.require("genlm_add_lora", "LoRA")
@@ -88,9 +88,7 @@ def test_rows_are_read_before_anything_can_change_them(hooks, contexts, referenc
     torch.testing.assert_close(rows, reference(asked), atol=1e-4, rtol=0)
 
 
-def test_sglang_computes_on_its_stream_which_waits_for_ours_and_ours_for_it(
-    hooks, contexts, monkeypatch
-):
+def test_sglangs_stream_and_the_threads_stream_wait_for_each_other(hooks, contexts, monkeypatch):
     """On a CPU PyTorch's streams do nothing, but they are there."""
     ours, seen, forward = torch.cpu.current_stream(), [], hooks.model.forward
 

@@ -93,7 +93,7 @@ def test_stop_tokens_end_the_draw_and_are_not_in_it(hooks, contexts):
     assert len({len(ids) for ids in drawn}) > 2
 
 
-def test_a_stop_token_is_left_out_where_it_is_the_last_that_is_allowed(hooks, contexts):
+def test_stop_token_at_the_token_limit_is_left_out(hooks, contexts):
     asked = contexts(8, 3, 20)
     first = draw(hooks, asked, max_tokens=1, temperature=0.0)
     stops = frozenset({END, *(token for (token,) in first)})

@@ -47,9 +47,7 @@ def test_a_sound_model_passes_within_and_beyond_its_window(capped: Path) -> None
     assert all(one.apart < 1e-3 for one in reports[0].compared)
 
 
-def test_windows_that_sglang_leaves_out_are_found_without_their_name(
-    capped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verification_finds_ignored_windows(capped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_windows(attentions: list[Any], *_: Any) -> list[Any]:
         for attention in attentions:
             attention.sliding_window_size = -1

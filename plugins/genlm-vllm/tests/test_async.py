@@ -52,7 +52,7 @@ def engine(load_for_module):
         yield load_for_module(async_scheduling=True)
 
 
-def test_it_is_on(engine):
+def test_asynchronous_scheduling_is_on(engine):
     """Else the step that takes a request would answer it."""
     query = Query(TEXT[:5])
     assert engine.step(query) == {}

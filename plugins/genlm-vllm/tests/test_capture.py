@@ -75,7 +75,7 @@ def test_v2_finds_rows_by_slot():
     assert torch.equal(rows(1, 2), ROWS[[2, 0]])
 
 
-def test_of_workers_that_have_the_same_rows_one_sends_them():
+def test_one_of_several_identical_workers_sends_the_rows():
     def reply(rank):
         worker = RowAccess()
         worker.rank, worker.parallel_config = rank, SimpleNamespace(tensor_parallel_size=2)

@@ -97,7 +97,7 @@ def test_prompts_that_are_computed_side_by_side_share_no_room(load_briefly, monk
         engine.computes(*((*text(seed, 170), last) for last in range(2)))
 
 
-def test_sessions_go_where_vllm_stands_still(load_briefly, monkeypatch):
+def test_sessions_are_released_if_vllm_stands_still(load_briefly, monkeypatch):
     """Because they hold more of its cache than was counted."""
     monkeypatch.setattr(internals, "footprint_of", lambda groups, block_size: lambda length: 1)
     engine = load_briefly()
@@ -121,7 +121,7 @@ def test_sessions_that_share_a_prompt_take_its_room_once(engine):
     assert engine.computes(*((*ids, 5) for ids in contexts)) == [8]
 
 
-def test_sessions_take_the_places_that_nobody_else_wants(engine):
+def test_sessions_use_free_places(engine):
     contexts = [text(seed, 20) for seed in range(15)]
     engine.ask(*map(Query, contexts))
     assert engine.computes(*((*ids, 5) for ids in contexts)) == [15]
@@ -165,7 +165,7 @@ def test_a_prefix_is_pinned_again_after_a_failure(engine):
     assert engine.computes((*prefix, 5)) == [1]
 
 
-def test_a_prefix_that_cannot_be_pinned_harms_nobody(engine):
+def test_failed_pin_leaves_other_requests_right(engine):
     with failing_forward(engine.model)(1), pytest.raises(RuntimeError, match="planted"):
         engine.genlm_cache_prefix(Query(text(0, 96)))
     engine.computes(text(1, 20))
@@ -259,7 +259,7 @@ def test_seeded_draws_do_not_depend_on_the_batch(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.001}, {"temperature": 3.0}, {"seed": 1}])
-def test_what_vllm_would_draw_wrongly_on_a_cpu_is_left_to_the_core(engine, params):
+def test_core_draws_samples_that_vllm_would_draw_wrongly(engine, params):
     asked = SamplingParams(max_tokens=3, **params)
     assert engine.draw([Query(text(0, 10))], [asked]) == [None]
 
@@ -307,7 +307,7 @@ def test_a_closed_model_with_padding_goes_at_once(small_path):
         gc.enable()
 
 
-def test_where_padding_cannot_be_hidden_all_is_left_to_rows(load_briefly, monkeypatch):
+def test_everything_is_made_from_rows_if_padding_cannot_be_hidden(load_briefly, monkeypatch):
     monkeypatch.setattr(LocalRows, "hide_padding", lambda self, model, width: None)
     engine = DrivenVllm(load_briefly().engine, width=900)
     assert engine.draw([Query(text(0, 5))], [SamplingParams(max_tokens=3)]) == [None]
@@ -454,14 +454,12 @@ def test_a_scheduler_of_the_users_own_makes_no_forks(load_briefly):
 
 
 @pytest.mark.parametrize("limit", ["long_prefill_token_threshold", "max_num_scheduled_tokens"])
-def test_steps_that_compute_little_of_a_prompt_are_not_taken_for_none(
-    load_briefly, monkeypatch, limit
-):
+def test_slow_progress_of_a_prompt_is_not_standing_still(load_briefly, monkeypatch, limit):
     monkeypatch.setattr(in_flight, "PATIENCE", 2)
     load_briefly(**{limit: 5}).computes(text(0, 100))
 
 
-def test_what_was_loaded_without_lora_says_how_to_load_it(engine):
+def test_error_without_lora_says_how_to_load_it(engine):
     loaded = LoadedEngine(engine.engine, "vllm", (), CoreOptions())
     with pytest.raises(UnsupportedError, match=r"load it with .*'enable_lora': True"):
         loaded.require("genlm_add_lora", "LoRA")

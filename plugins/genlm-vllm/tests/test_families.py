@@ -61,7 +61,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_folders_as_the_hub_has_them(name: str, tmp_path: Path) -> None:
+def test_folders_in_the_hubs_layout_load(name: str, tmp_path: Path) -> None:
     found = loaded(name, SWEEP, tmp_path)
     assert found.outcome == ("refused" if name in REFUSED else "right"), found
     assert re.search(REFUSED.get(name, ""), found.why)

@@ -33,14 +33,14 @@ def test_forks_compute_a_token_each(engine, length):
     assert engine.computes(*((*parent, token) for token in range(5, 11))) == [6]
 
 
-def test_a_fork_from_an_earlier_place_copies_only_what_it_shares(engine):
+def test_fork_from_an_earlier_position_copies_only_the_shared_part(engine):
     parent = text(0, 60)
     engine.ask(Query(parent))
     assert engine.computes((*parent[:50], 5, 6, 7), (*parent[:20], 5)) == [3 + 1]
     assert engine.computes((*parent, 8)) == [1], "their source is what it was"
 
 
-def test_a_context_that_is_live_already_computes_its_last_token(engine):
+def test_repeated_live_context_computes_only_its_last_token(engine):
     engine.ask(Query(text(0, 50)))
     assert engine.computes(text(0, 50)) == [1]
 
@@ -75,7 +75,7 @@ def test_a_prompt_computed_in_part_is_a_source(engine):
     engine.assert_cold_rows(answers)
 
 
-def test_the_source_may_go_in_the_step_that_forks(engine):
+def test_source_may_be_dropped_in_the_step_of_its_forks(engine):
     prompt = text(0, 50)
     draw = SampleRequest(Query(prompt), GREEDY)
     assert engine.step(draw) == {}
@@ -103,7 +103,7 @@ def test_preempted_forks_are_computed_again(engine):
     assert drawn == engine.ask(*draws[:4]) + engine.ask(*draws[4:]), "four fit in the cache"
 
 
-def test_of_many_sources_the_one_that_shares_most_is_taken(engine):
+def test_fork_uses_the_source_with_the_longest_common_prefix(engine):
     """None is a beginning of another, which would go on with it."""
     dice = random.Random(0)
     for _ in range(4):
@@ -205,7 +205,7 @@ def reasons_against(scheduler) -> list[str]:
         ),
     ],
 )
-def test_schedulers_that_have_none(suited, path, value, reason):
+def test_unsuitable_scheduler_disables_forks(suited, path, value, reason):
     owner, _, name = path.rpartition(".")
     setattr(attrgetter(owner)(suited) if owner else suited, name, value)
     assert reasons_against(suited) == reason
@@ -222,12 +222,12 @@ def test_schedulers_that_have_none(suited, path, value, reason):
         ([{"attention_chunk_size": 8}], ["not all layers have full, causal attention"]),
     ],
 )  # fmt: skip
-def test_layers_that_have_none(suited, groups, reason):
+def test_unsuitable_layers_disable_forks(suited, groups, reason):
     suited.kv_cache_config.kv_cache_groups = [group(**each) for each in groups]
     assert reasons_against(suited) == reason
 
 
-def test_platforms_that_have_none(suited, monkeypatch):
+def test_unknown_platform_disables_forks(suited, monkeypatch):
     other = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: False)
     monkeypatch.setattr("vllm.platforms.current_platform", other)
     assert reasons_against(suited) == [UNKNOWN_LAYOUT]

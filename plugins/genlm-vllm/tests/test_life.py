@@ -107,9 +107,7 @@ LIFE = textwrap.dedent(
 )
 
 
-def test_what_models_leave_when_they_are_closed_and_when_the_process_ends(
-    small_path, make_tiny, tmp_path
-):
+def test_closed_models_and_ended_processes_leave_nothing(small_path, make_tiny, tmp_path):
     """A model with experts needs a process group that vLLM makes only if the first has experts. The
     step under way at the end ends before vLLM is taken down; the draw's caller is told."""
     experts = make_tiny("Mixtral", num_local_experts=4, num_experts_per_tok=2)
@@ -129,7 +127,7 @@ def test_what_models_leave_when_they_are_closed_and_when_the_process_ends(
     assert left == []
 
 
-def test_what_was_there_before_a_load_is_searched_for_garbage_once(engine, small_path, monkeypatch):
+def test_objects_older_than_a_load_are_collected_once(engine, small_path, monkeypatch):
     class Knot:
         pass
 

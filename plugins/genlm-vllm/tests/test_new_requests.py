@@ -37,7 +37,7 @@ def test_the_tokens_of_a_text_are_computed_once(engine):
     assert engine.computes(*prefixes) == [len(whole), 15]
 
 
-def test_a_text_that_is_asked_in_pieces(load_briefly):
+def test_prefixes_of_a_text_are_computed_once(load_briefly):
     """As the rows of a score are. What goes on from the first piece does not do so by a session
     each, of which one has more to compute than the other."""
     engine = load_briefly(max_num_seqs=64, kv_cache_memory_bytes=1 << 23)
@@ -68,7 +68,7 @@ def test_requests_do_not_wait_if_they_save_less_than_a_forward(engine):
     assert len(engine.computes(*beginning_with(parent, 4))) == 1
 
 
-def test_more_than_there_are_places_for(engine):
+def test_requests_beyond_the_places_do_not_overtake_waiting_ones(engine):
     """Who stands further behind does not take the places of those that wait."""
     prompt = text(0, 40)
     assert sum(engine.computes(*beginning_with(prompt, 20))) == 40 + 20
@@ -81,7 +81,7 @@ def test_requests_do_not_wait_if_the_prefix_is_evicted(engine):
     assert len(counts) < 60 / 3
 
 
-def test_draws_wait_for_a_prompt_and_nobody_for_a_draw(engine):
+def test_samples_wait_for_a_prompt_and_nothing_waits_for_a_sample(engine):
     prompt = text(0, 50)
     long, short = (
         SampleRequest(Query(prompt), params)
@@ -97,7 +97,7 @@ def test_draws_wait_for_a_prompt_and_nobody_for_a_draw(engine):
     engine.step(dropped=[long])
 
 
-def test_they_wait_for_a_prompt_that_is_half_computed(engine):
+def test_new_requests_wait_for_a_partly_computed_prompt(engine):
     prompt = text(0, 158)
     siblings = list(map(Query, beginning_with(prompt, 4)))
     with engine.computed_tokens() as counts:
@@ -124,7 +124,7 @@ def test_cancelled_request_holds_up_no_other(engine, leaves, steps):
     engine.assert_cold_rows({query: answers[query] for query in others[1:]})
 
 
-def test_one_for_which_there_is_no_room_holds_nobody_up(engine):
+def test_leader_without_room_does_not_delay_others(engine):
     """Draws take 21 of the cache's 27 blocks. The longest of the new requests needs more than the
     rest, and would go first."""
     draws = [SampleRequest(Query(text(seed, 200)), LONG) for seed in (1, 2, 3)]
@@ -150,14 +150,14 @@ def test_after_a_failed_step_nobody_waits(engine):
     engine.assert_cold_rows(dict(zip(contexts, rows, strict=True)))
 
 
-def test_each_adapter_computes_its_own(lora_engine, add):
+def test_prompts_are_shared_per_adapter(lora_engine, add):
     adapters = [None, add("a"), add("b")]
     prompt = text(0, 50)
     queries = [Query(ids, each) for ids in beginning_with(prompt, 4) for each in adapters]
     assert sum(lora_engine.computes(*queries)) == 3 * (50 + 4)
 
 
-def test_where_blocks_are_not_copied_nobody_waits(load_briefly):
+def test_without_forks_requests_do_not_wait(load_briefly):
     engine = load_briefly(scheduler_cls=None)
     contexts = beginning_with(text(0, 50), 4)
     assert len(engine.computes(*contexts)) == 2, "three have 19 tokens each to compute"

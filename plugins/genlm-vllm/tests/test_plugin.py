@@ -33,7 +33,7 @@ def test_float32_is_float32_on_a_gpu_and_refused_for_adapters(monkeypatch):
         heeded(False, dtype="float32", enable_lora=True)
 
 
-def test_it_is_preferred_on_cuda_alone(monkeypatch):
+def test_vllm_is_preferred_only_on_cuda(monkeypatch):
     monkeypatch.setattr(plugin, "_engine_distribution", lambda: "vllm")
     monkeypatch.setattr(plugin, "_has_cuda", lambda: True)
     on_cuda = plugin.genlm_backend_info().preference
@@ -49,7 +49,7 @@ def test_without_vllm_it_says_how_to_install_it(monkeypatch):
     assert "pip install" in str(info.unavailable)
 
 
-def test_what_is_loaded_already_cannot_be_wrapped():
+def test_loaded_model_cannot_be_wrapped():
     with pytest.raises(UnsupportedError, match=r"AsyncVirtualLM\.from_name\(name\)"):
         AsyncVirtualLM(object(), object())
 

@@ -69,7 +69,7 @@ def test_pinning_leaves_places_for_other_requests():
         sessions.check_room_for_pin(session(2))
 
 
-def test_where_a_longer_one_was_just_taken_there_is_a_fork():
+def test_shorter_session_is_left_for_a_fork_of_the_one_just_taken():
     sessions = made(3)
     for ids in ((1,), (1, 2), (1, 5)):
         new = session(*ids, request_id=str(ids))
@@ -83,7 +83,7 @@ def test_where_a_longer_one_was_just_taken_there_is_a_fork():
     assert sessions.take(Query((1, 2, 3, 4))).prompt == Query((1,))
 
 
-def test_pins_count_what_they_share_once():
+def test_shared_tokens_of_pins_count_once():
     sessions = made(limit=10, capacity=44 + 24)
     for last in range(4):
         pin = session(*range(8), last, request_id=str(last))

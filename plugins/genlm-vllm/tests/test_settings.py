@@ -104,7 +104,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
-def test_what_the_user_overrides_is_the_configuration(make_tiny):
+def test_overrides_are_part_of_the_configuration(make_tiny):
     """And a length that vLLM is to choose is none that was given."""
     folder = make_tiny("Qwen2", weights=False, **QWEN)
     whole = {"use_sliding_window": False}
@@ -175,7 +175,7 @@ def test_a_configuration_of_another_folder(make_tiny, tmp_path):
     assert corrected == {"hf_overrides": {"sliding_window": FAR - 1}}
 
 
-def test_a_function_of_the_configuration_does_not_pass_by_what_is_refused(make_tiny):
+def test_configuration_function_cannot_bypass_rejected_settings(make_tiny):
     folder = make_tiny("Olmoe", weights=False, num_experts=4, clip_qkv=2.0)
     with pytest.raises(EngineError, match=r'clip_qkv=2.0 of olmoe.*backend="hf"'):
         corrections(folder, {"hf_overrides": unchanged})
@@ -271,7 +271,7 @@ def test_a_family_that_names_no_usual_activation_is_not_refused(monkeypatch):
         ("DeepseekV3", {}, "kv_lora_rank"),
     ],
 )
-def test_what_vllm_computes_otherwise_is_refused(family, config, said, make_tiny):
+def test_settings_that_vllm_misreads_are_rejected(family, config, said, make_tiny):
     with pytest.raises(EngineError, match=f'{said}.*backend="hf"'):
         corrections(make_tiny(family, weights=False, **config), SMALL)
 
@@ -285,7 +285,7 @@ def test_what_vllm_computes_otherwise_is_refused(family, config, said, make_tiny
         ("Llama", {"quantization_config": {"quant_method": "eetq"}}, "Unknown quantization method"),
     ],
 )
-def test_what_vllm_cannot_make_is_refused_with_its_words(
+def test_error_of_vllm_is_quoted_for_a_rejected_model(
     family, config, said, make_tiny, load_briefly
 ):
     with pytest.raises(EngineError, match=f'vLLM cannot serve .*{said}.*; load it with backend="h'):
@@ -302,7 +302,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(make_tiny, load_briefly):
         load_briefly(folder)
 
 
-def test_what_vllm_says_of_an_option_stays(load_briefly):
+def test_vllms_error_about_an_option_is_unchanged(load_briefly):
     """Another backend would be no remedy."""
     with pytest.raises(ValueError, match=r"max_model_len \(4096\) is greater") as refusal:
         load_briefly(max_model_len=4096)

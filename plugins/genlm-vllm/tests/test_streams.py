@@ -57,7 +57,7 @@ def start(cuda):
     return cuda.current
 
 
-def test_a_thread_keeps_its_stream_and_waits_for_that_of_vllm(cuda):
+def test_thread_keeps_its_stream_and_waits_for_vllms(cuda):
     stream = EngineStream()
     with stream.entered():
         own = start(cuda)
@@ -86,7 +86,7 @@ def test_a_call_that_fails_leaves_the_thread_on_its_stream(cuda):
         assert [cuda.current] == made
 
 
-def test_a_vllm_that_stays_on_the_stream_waits_for_nothing(cuda):
+def test_vllm_on_the_threads_own_stream_does_not_wait(cuda):
     cuda.used, cuda.default.wait_stream = True, None
     stream = EngineStream()
     for _ in range(2):

@@ -36,7 +36,7 @@ def test_a_sound_model_passes_within_and_beyond_its_window(windowed):
     assert all(one.apart < 1e-3 for one in reports[0].compared)
 
 
-def test_a_setting_of_vllm_that_is_not_the_folders_is_found_without_its_name(windowed, monkeypatch):
+def test_verification_finds_a_changed_setting(windowed, monkeypatch):
     monkeypatch.setattr(loading, "corrections", lambda *_: {"hf_overrides": {"logit_scale": 0.5}})
     with pytest.raises(EngineError, match="vllm serves another model than"):
         load_model_by_name(windowed, "vllm", engine_opts=SMALL, verify=True)
@@ -63,5 +63,5 @@ def test_overrides_are_part_of_what_is_compared(windowed, overrides):
 @pytest.mark.parametrize(
     "given", [{"load_format": "dummy"}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8_e5m2"}]
 )
-def test_what_asks_for_other_numbers_is_not_compared(windowed, given):
+def test_options_that_change_rows_disable_verification(windowed, given):
     assert subject_of(windowed, {"engine_opts": given}).unknown

@@ -95,7 +95,7 @@ def test_corrections_reach_the_language_model(tmp_path):
         ("AyaVision", {**COHERE, "logit_scale": 0.5}, {}, "logit_scale=0.5 of cohere2"),
     ],
 )
-def test_what_vllm_computes_otherwise_is_refused(kind, config, overrides, said, tmp_path):
+def test_settings_that_vllm_misreads_are_rejected(kind, config, overrides, said, tmp_path):
     folder = _settings(tmp_path, kind, text_config=config)
     with pytest.raises(EngineError, match=said):
         corrections(folder, {"hf_overrides": overrides})
