@@ -68,7 +68,7 @@ def main() -> None:
         print(f"compared with {options.compare}:")
         print("\n".join(changes(before, measured)))
         sys.exit(any(kept["failed"] for kept in measured))
-    # Quick figures mean little: they do not replace others.
+    # Quick figures are imprecise, so they do not replace others.
     folder = options.results or (FOLDER.parent / "build/benchmarks" if options.quick else FOLDER)
     file = folder / RESULTS.name
     again = {(kept["machine"], kept["workload"]) for kept in measured}

@@ -96,7 +96,7 @@ def held(bench: Bench, ask: Ask, runner: asyncio.Runner) -> None:
             worst = max(worst, time.perf_counter() - began - 0.001)
         return worst * 1e3
 
-    source = fresh(50, fill=2)  # not asked before, nor a prefix of what was
+    source = fresh(50, fill=2)  # contexts that are new, and no prefixes of earlier ones
     bench.record(
         "event loop held, forward of 500 ms", [runner.run(latest()) for _ in range(5)], unit="ms"
     )

@@ -23,7 +23,7 @@ PLUGIN = "hf"
 
 PARTICLES, STEPS = 256, 6
 
-#: Asks for a token of each particle, and has them grow.
+#: Requests a token of each particle, and extends the particles.
 Step = Callable[[list[float]], Awaitable[None]]
 
 
@@ -92,7 +92,7 @@ def ours(bench: Bench) -> None:
         prompts = [[source.randrange(1000, 40_000) for _ in range(8)] for _ in range(3)]
         taken = forms(lm, prompts, n)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in taken}
-        for at in range(2 + steps):  # in the first step all particles are equal
+        for at in range(2 + steps):  # in the first step, all particles are equal
             for name, step in taken.items():
                 uniforms = [source.random() for _ in range(n)]
                 forwards.seconds, began = 0.0, time.process_time()

@@ -24,7 +24,7 @@ PROMPT = "The weather today is"
 REGEX = r" (very |quite |not )*(warm|cold|sunny|wet)( and (warm|cold|sunny|windy|wet))?\."
 TEXT = b"An apple a day keeps the doctor away."
 
-#: A prompt of the length that instructions or a few examples have.
+#: A prompt as long as usual instructions or a few examples.
 ARTICLE = """The harbour of the old town has changed more in ten years than in the hundred before. \
 Where fishing boats once lay in three rows, there is now a line of white hulls that hardly ever \
 leave the quay. The fish market moved to the motorway, and the building became a museum, a library \
@@ -37,7 +37,7 @@ the table: a hotel, a school for boat builders, flats, and a park. The mayor spo
 because it would pay for the repair of the sea wall. The teachers spoke for the school. After five \
 hours the council decided to"""
 
-#: What the object of :func:`control_json` must be, and an example of another.
+#: The schema of the object of :func:`control_json`, and an example.
 PERSON = {
     "type": "object",
     "properties": {
@@ -208,7 +208,7 @@ PROGRAMS: dict[str, Callable[[Any, int, bool], Awaitable[dict[str, Any]]]] = {
     "llamppl, a paragraph": llamppl_article,
 }
 
-#: One program of each library.
+#: The programs of the quick run: one of each library.
 SMALL = ["genlm-control", "genlm-bytes", "llamppl"]
 
 
@@ -218,7 +218,7 @@ def run(name: str, lm: Any, seed: int, quick: bool) -> dict[str, Any]:
     lm.clear_cache()
     lm.clear_kv_cache()
     seed_all(seed)
-    gc.collect()  # what the run before left is none of this one's time
+    gc.collect()  # garbage of the previous run must not be collected in this one
     wall, cpu = time.perf_counter(), time.process_time()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         answers = asyncio.run(_awaited(PROGRAMS[name](lm, seed, quick)))

@@ -24,7 +24,7 @@ SIZES = (1, 8, 32, 64)
 LENGTH = 20
 
 COMPILED = "float32, compiled"
-SIZE_COMPILED = 32  # one size: to compile for each would take minutes
+SIZE_COMPILED = 32  # only one size, because compiling for each would take minutes
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -51,7 +51,8 @@ def ours(bench: Bench) -> None:
             step(models[COMPILED], contexts)
             taken = time.perf_counter() - begun
             bench.record(f"the first step, {COMPILED}", [taken], unit="s", x=size)
-        for name, lm in models.items():  # in turns, so a slow minute is slow for all
+        # The models take turns, so that a slow minute slows all of them.
+        for name, lm in models.items():
             if name != COMPILED or size == SIZE_COMPILED:
                 bench.time(f"a step, {name}", partial(step, lm, contexts), x=size, repeat=10)
     for lm in models.values():

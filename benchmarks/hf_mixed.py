@@ -70,7 +70,7 @@ def measure(bench: Bench, size: int) -> None:
         asyncio.run(program())
         return time.process_time() - began
 
-    seconds(prompt)  # whose row is compared with a cold one
+    seconds(prompt)  # this first row is compared with a cold one
     waited = [asyncio.run(during()) for _ in range(repeat)]
     bench.record(f"a row during a prompt of {LENGTH} tokens" + of_size, waited, unit="chunks")
     taken: dict[Any, list[float]] = {prompt: [], rows: [], both: []}

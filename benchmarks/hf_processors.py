@@ -51,7 +51,8 @@ def ours(bench: Bench) -> None:
             for case, ask in asks.items():
                 began = time.process_time()
                 ask(contexts)
-                if turn >= 4:  # the prompts, and what is made once
+                # The first turns include the prompts and everything that is made once.
+                if turn >= 4:
                     seconds[case].append((time.process_time() - began) * 1e3)
             contexts = program.extend(contexts)
     for case, values in seconds.items():

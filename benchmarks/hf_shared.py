@@ -65,7 +65,8 @@ def floor(bench: Bench) -> None:
             prefill = functools.partial(run, prompt)
             state = run(prompt)
             state.batch_repeat_interleave(n)
-            decode = functools.partial(run, [[5]] * n, state)  # it writes into its own cache
+            # Decoding writes into the state's own cache.
+            decode = functools.partial(run, [[5]] * n, state)
             alone = bench.time("prefill of the prompt", prefill, x=length, repeat=2)
             step = bench.time(behind, decode, x=length, repeat=6)
             bench.record(f"{behind}: first step", alone + step, unit="ms", x=length)

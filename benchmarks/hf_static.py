@@ -26,7 +26,8 @@ PLUGIN = "hf"
 CONTEXTS = (32, 256)
 LENGTH, REPEAT = 8, 4
 
-#: A step is recorded when its shape has come three times, and has run once as it is recorded.
+#: A step is recorded when its shape has occurred three times; it then runs once before it is
+#: replayed.
 BEFORE = 4
 
 
@@ -70,7 +71,8 @@ def ours(bench: Bench) -> None:
                 ask(engine, contexts)
         contexts = program.extend(contexts)
         for name, engine in {**ways, "replayed": recorded}.items():
-            count = launches(engine, contexts) + (engine is recorded)  # the replay itself
+            # The replay itself is one launch.
+            count = launches(engine, contexts) + (engine is recorded)
             bench.record(f"operators of a step, {name}", count, unit="operators", x=n)
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(2 if bench.quick else REPEAT):

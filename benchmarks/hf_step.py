@@ -36,7 +36,7 @@ from benchmarks.steps import (
 
 PLUGIN = "hf"
 
-#: Tokens of a text of which the rows at all places are asked.
+#: The lengths of texts of which the rows at all positions are requested.
 PLACES = (40, 200)
 
 
@@ -89,7 +89,9 @@ def theirs(bench: Bench) -> None:
             prompts, n = program.prompts(), program.n
             extend = functools.partial(program.extend, prompts)
             after = f" after {program.length} tokens"
-            if program.long:  # many seconds a step: the one figure that matters, and as few as tell
+            # A step takes many seconds, so only the most important figure is measured, as rarely as
+            # possible.
+            if program.long:
                 bench.time("extend" + after, ask, x=n, repeat=1, warm=0, prepare=extend)
             lm.clear_cache()
             for prompt in prompts:

@@ -43,7 +43,7 @@ def example() -> Any:
     class Endless(islands.Island):  # type: ignore[misc]
         def __init__(self, *island: Any) -> None:
             super().__init__(*island)
-            self.allowed = self.allowed[:-1]  # the last is the end of the sequence
+            self.allowed = self.allowed[:-1]  # the last token is the end of the sequence
 
         def pid(self) -> int:
             return os.getpid()
@@ -66,7 +66,7 @@ def settled(islands: Any, n: int) -> list[Any]:
 def seconds(islands: Any, workers: list[Any], particles: int) -> float:
     """Of one run."""
     began = time.perf_counter()
-    rng = random.Random(next(seeds))  # a run that was made before would come from the cache
+    rng = random.Random(next(seeds))  # repeating an earlier run would be answered from the cache
     islands.smc(workers, particles * len(workers), TOKENS, EVERY, rng)
     return time.perf_counter() - began
 

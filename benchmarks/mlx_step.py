@@ -43,8 +43,8 @@ from benchmarks.steps import (
 )
 
 PLUGIN = "mlx"
-#: The cases of ``shared``, and contexts, prompt, steps and steps between two resamplings of
-#: ``resample``.
+#: The cases of ``shared``; and for ``resample``, the contexts, the prompt's length, the steps, and
+#: the steps between two resamplings.
 BEHIND_ONE_PROMPT = SHARED[:3]
 RESAMPLED = (64, 1000, 60, 10)
 
@@ -117,7 +117,7 @@ def theirs(bench: Bench) -> None:
     from genlm.backend.llm import AsyncMlxLM
 
     lm = AsyncMlxLM.from_name(bench.model)
-    measure_prompt(bench, lm, lm.clear_cache, COPIED[:1])  # a long prompt takes minutes
+    measure_prompt(bench, lm, lm.clear_cache, COPIED[:1])  # longer prompts take minutes
     measure_steps(bench, lm, lm.clear_cache)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 Ids = tuple[int, ...]
 
-#: How a client asks for rows.
+#: The methods by which a client requests rows.
 ROWS = ("next_token_logprobs", "next_token_logprobs_sync", "batch_next_token_logprobs")
-#: What else it calls.
+#: The other methods that a client calls.
 CACHES = ("cache_kv", "clear_cache", "clear_kv_cache")
 
 

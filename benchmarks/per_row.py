@@ -36,7 +36,7 @@ PLUGIN = "hf"
 
 LENGTHS = (20, 2000)
 CONTEXTS = (1, 32, 256, 1000)
-DIFFERENT = 32  # prompts of the greater length
+DIFFERENT = 32  # how many different prompts there are of the greater length
 REPEAT = {1: 60, 32: 30, 256: 15, 1000: 8}
 
 
@@ -59,7 +59,7 @@ def save_model(folder: str) -> None:
         num_hidden_layers=2,
         num_attention_heads=1,
         num_key_value_heads=1,
-        head_dim=32,  # the least that every engine has kernels for
+        head_dim=32,  # the smallest head size for which every engine has kernels
         max_position_embeddings=4096,
         eos_token_id=tokens - 1,
     )
@@ -194,7 +194,8 @@ def time_of(
     """Time the steps of a case: the whole, and what is beside what passes inside the engine."""
     whole: list[float] = []
     beside: list[float] = []
-    for turn in range(repeat + 3):  # some to warm up: memory for forks is allocated then
+    # The first turns warm up, because memory for forks is allocated then.
+    for turn in range(repeat + 3):
         contexts = prepare()
         within, began = inside.seconds, time.process_time()
         call(contexts)
@@ -235,10 +236,12 @@ def count_kernels(bench: Bench, folder: str) -> None:
     ):
         for length, n in sizes(bench):
             steps = Steps(n, length, lm.context)
-            lm.clear_kv_cache()  # beside many short contexts, long prompts would be trunks
+            # Beside many short contexts, long prompts would become shared prefixes.
+            lm.clear_kv_cache()
             runner.run(lm.batch_next_token_logprobs(steps.prompts()))
             for case in ("extend", "fork", "newcomer", "ragged"):
-                for _ in range(4):  # the last one counts: memory has been allocated then
+                # Only the last turn counts, because memory has been allocated by then.
+                for _ in range(4):
                     launched.count = 0
                     runner.run(lm.batch_next_token_logprobs(getattr(steps, case)()))
                 name = f"kernels: {case} after {length} tokens"

@@ -58,7 +58,7 @@ def gain(results: Path, to: Path) -> Path:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "genlm"  # the same file for the same figures
+    matplotlib.rcParams["svg.hashsalt"] = "genlm"  # equal figures give an identical file
     (kept,) = (kept for kept in newest(read(results)) if kept["workload"] == "hf_step")
     points = [case for case in cases_of(kept) if case.name == "extend after 200 tokens"]
     figure, axes = canvas("A step of SmolLM2-135M: contexts of 200 tokens grow by one token")

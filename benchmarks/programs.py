@@ -29,7 +29,7 @@ PLUGIN = "clients"
 PEER = ["genlm-backend==0.3.1", "genlm-bytes==0.2.0", "genlm-control==0.4.1", "llamppl==0.2.3"]
 
 PROMPT = "Once upon a time there was a"
-#: What a client's program costs by itself, and beyond that.
+#: The names of figures: the time of a client's own Python, and the time beyond that.
 PYTHON = "{}: its Python"
 WITHOUT_PYTHON = "{}: without its Python"
 
@@ -68,8 +68,8 @@ def floor(bench: Bench) -> None:
 
 def measure(bench: Bench, lm: Any, *resets: Any) -> None:
     prompt = lm.tokenizer.encode(PROMPT)
-    # One program of each a round; with genlm-backend, which has no key/value state by itself, it
-    # takes minutes.
+    # Each round runs one program of each kind. With genlm-backend, which keeps no KV cache by
+    # itself, a program takes minutes.
     particles, tokens, samples = (8, 5, 16) if bench.quick else (64, 50, 256)
     for case, program in (
         (f"sequential Monte Carlo, {particles} x {tokens}", smc(lm, prompt, particles, tokens)),

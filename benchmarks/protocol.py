@@ -27,10 +27,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-#: Seconds in a unit. A rate ("tokens/s") or a size ("MiB") is recorded as it is.
+#: Seconds in a unit. A rate ("tokens/s") or a size ("MiB") is recorded unchanged.
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
-#: The distributions whose versions a result names.
+#: The distributions whose versions are part of a result.
 NAMED = (
     "accelerate",
     "genlm-",

@@ -28,8 +28,8 @@ from benchmarks.protocol import Bench, main
 PLUGIN = "ray"
 
 SIZES = (1, 8, 64, 512)
-WAVES = (64, 512)  # of which the CPU time is measured
-CALL = 128  # rows that a bare actor gives at once, at most
+WAVES = (64, 512)  # the sizes of waves whose CPU time is measured
+CALL = 128  # the most rows that a bare actor returns in one call
 REPLICAS = (1, 2, 4, 8, 16)
 DELAY = 0.02
 WAVE = 64

@@ -36,7 +36,7 @@ PLUGIN = "ray"
 REPLICAS = (1, 2, 4, 8)
 DELAY, WAVE, LARGE_WAVES = 0.02, 64, (512, 4096)
 
-#: Of the example.
+#: The tokens of the example, and the name of its figure.
 TOKENS, EXAMPLE = 12, "tokens a second of examples/smc.py"
 
 seeds = itertools.count()
@@ -103,8 +103,9 @@ def example(lm: Any, particles: int) -> float:
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     smc = importlib.import_module("smc").smc
-    source, allowed = random.Random(next(seeds)), torch.arange(0, 256, 2)  # without the end
-    prompt = [source.randrange(256) for _ in range(20)]  # which is not in any cache
+    # Without the end of the sequence.
+    source, allowed = random.Random(next(seeds)), torch.arange(0, 256, 2)
+    prompt = [source.randrange(256) for _ in range(20)]  # a prompt that is in no cache
     began = time.perf_counter()
     asyncio.run(smc(lm, prompt, allowed, particles, TOKENS, source))
     return particles * TOKENS / (time.perf_counter() - began)
@@ -135,7 +136,7 @@ def waves_of(bench: Bench, lm: Any, name: str, form: Form, replicas: int) -> Non
     asyncio.run(run())
     taken, mine = time.perf_counter() - began, time.process_time() - mine
     theirs = replicas_seconds(lm) - theirs
-    beside = (mine + theirs / replicas) / waves  # seconds of a wave, beside the engines'
+    beside = (mine + theirs / replicas) / waves  # seconds of a wave besides the engines' own
     case = f"tokens a second of n replicas, {name}"
     bench.record(case, [n * waves / taken], unit="tokens/s", x=replicas)
     bench.record(f"{case}, with a core each", [n / (DELAY + beside)], unit="tokens/s", x=replicas)

@@ -20,7 +20,7 @@ PLUGIN = "hf"
 IN_COMMON = (0, 8, 24)
 CONTEXT, OWN, CANDIDATES = 40, 8, 30
 
-#: A context, and its candidates.
+#: A context, and the candidates to score after it.
 Asked = tuple[list[int], list[list[int]]]
 
 

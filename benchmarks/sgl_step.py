@@ -25,7 +25,7 @@ from benchmarks.steps import Contexts, Program, asked_of, measure, programs, tra
 
 PLUGIN = "sgl"
 
-#: The steps of SGLang's own event loop.
+#: The methods that SGLang's own event loop calls in a step.
 SCHEDULER_STEPS = (
     "process_input_requests",
     "get_next_batch_to_run",

@@ -104,7 +104,7 @@ def ours(bench: Bench) -> None:
     from benchmarks.per_row import save_model
     from genlm.core import load_model_by_name
 
-    statements = Statements()  # before any engine's thread begins
+    statements = Statements()  # created before any engine's thread starts
     with no_engine() as lm:
         measure(bench, statements, lm, "no engine")
     with tempfile.TemporaryDirectory() as folder:

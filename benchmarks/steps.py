@@ -26,21 +26,22 @@ from benchmarks.protocol import Bench
 LENGTHS = (20, 200)
 CONTEXTS = (1, 8, 32)
 
-#: More tokens than this make a program a long one.
+#: A program with more tokens than this is a long one.
 MANY = 1000
 
-#: For the curve of an ``extend`` against length.
+#: The lengths at which ``extend`` is measured.
 CURVE = (20, 100, 500)
 OF_CURVE = 4
 BY_LENGTH = f"extend {OF_CURVE} contexts, by length"
 
-#: Contexts and the length of the prompt that they share.
+#: For each case, the number of contexts and the length of their shared prompt.
 SHARED = ((64, 20), (64, 1000), (64, 4000), (256, 1000), (512, 1000))
 
-#: Those that fit into memory with a copy of the prompt for each context.
+#: The cases that fit into memory with a copy of the prompt for each context.
 COPIED = SHARED[:2]
 
-#: Contexts, length of the prompt, steps, and how many steps lie between two resamplings.
+#: The number of contexts, the length of the prompt, the steps, and the steps between two
+#: resamplings.
 RESAMPLED = (64, 1000, 200, 10)
 
 Contexts = list[list[int]]
@@ -292,7 +293,8 @@ def transformers_floor(bench: Bench, lengths: bool = False) -> None:
             seldom = program.seldom(program.repeats)
             bench.time("prefill" + after, run, x=program.n, prepare=program.prompts, **seldom)
             state = run(program.prompts())
-            mine = functools.partial(copy.deepcopy, state)  # a decode writes into it
+            # Copied, because decoding writes into the state.
+            mine = functools.partial(copy.deepcopy, state)
             extend = functools.partial(run, [[5]] * program.n)
             ragged = functools.partial(run, [[5] * ragged_length(program.n)] * program.n)
             newcomer = program.prompts(1)

@@ -48,7 +48,7 @@ def measure(bench: Bench, decode_vocab: Any, token: Any, kinds: list[Any]) -> No
         vocabulary = [token(i, word) for i, word in enumerate(enlarged(words, size))]
         tries = build(bench, vocabulary, kinds)
         if size == SIZES[-1]:
-            return  # for the build alone
+            return  # only building the trie is measured
         rows = torch.softmax(
             torch.randn(max(BATCHES), size, generator=torch.Generator().manual_seed(0)) * 3, dim=1
         )

@@ -30,10 +30,10 @@ CONTEXTS = (8, 32)
 STEPS = 8
 VOCABULARY = range(100, 40_000)
 
-#: A cache of 4,096 tokens of SmolLM2-135M in float32.
+#: A cache of 4,096 tokens for SmolLM2-135M in float32.
 SMALL = ENGINE | {"kv_cache_memory_bytes": 128 * 32 * 46_080 + (1 << 20)}
 
-#: The contexts of each step, given how many and a source of random ids.
+#: A function that gives the contexts of each step, from their number and a source of random ids.
 Program = Callable[[int, random.Random], Iterator[Contexts]]
 
 

@@ -25,7 +25,7 @@ from benchmarks.vllm_sessions import ENGINE, RAW
 
 PLUGIN = "vllm"
 
-#: Two groups of 32 contexts of 200 tokens must find room.
+#: A cache with room for two groups of 32 contexts of 200 tokens.
 ROOMY = ENGINE | {"kv_cache_memory_bytes": 1 << 30}
 
 

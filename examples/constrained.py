@@ -111,7 +111,7 @@ async def extend(
 ) -> None:
     """Draw the next token from the allowed ones, and multiply the weight by their mass."""
     context, allowed = [*prompt, *particle.token_ids], language.allowed(particle.token_ids)
-    if not len(allowed):  # the text has come to a dead end
+    if not len(allowed):  # the text has reached a dead end
         particle.log_weight, particle.finished = -math.inf, True
         return
     token_id, log_mass = await lm.next_token_logprobs(context, then=draw(uniform, allowed))

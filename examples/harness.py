@@ -31,7 +31,7 @@ from genlm.core import AsyncLM, Score, load_model_by_name
 
 T = TypeVar("T")
 
-#: How many continuations are scored in one call, for a progress bar that moves.
+#: How many continuations are scored in one call, so that a progress bar moves.
 PART = 64
 
 

@@ -73,7 +73,7 @@ async def draw(
     for _ in range(max_tokens):
         allowed = constraint.allowed(text)
         row = (await lm.next_token_logprobs(context)).cpu()[allowed].double()
-        mass = float(row.logsumexp(0))  # -inf where nothing is allowed
+        mass = float(row.logsumexp(0))  # -inf if nothing is allowed
         if mass == -math.inf:
             break
         log_weight += mass

@@ -81,7 +81,7 @@ def await_start(islands: list[ray.actor.ActorHandle], patience: float) -> None:
     for seconds in (min(20, patience), patience):
         ready, waiting = ray.wait(starting, num_returns=len(starting), timeout=seconds)
         if not waiting:
-            ray.get(ready)  # raises what a model raised
+            ray.get(ready)  # raises the error of an island's model
             return
         said = f"{len(ready)} of {len(islands)} islands are ready"
         print(f"{said}; the cluster has {ray.available_resources()} free", file=sys.stderr)
@@ -123,7 +123,7 @@ def advance(
 
 def connect(address: str | None) -> None:
     """Join a cluster, or start one here; its workers find the modules of this folder."""
-    # Ray gives its workers a low priority: on shared processors they would hardly run.
+    # Ray gives its workers a low priority, with which they hardly run on shared processors.
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         address or os.environ.get("RAY_ADDRESS") or "local",

@@ -20,7 +20,7 @@ def make_adapter(model: str, folder: str, seed: int = 0) -> None:
         r=4,
         lora_alpha=8,
         target_modules=["q_proj", "v_proj"],
-        init_lora_weights=False,  # else the adapter would change nothing before its training
+        init_lora_weights=False,  # otherwise an untrained adapter would change nothing
         task_type="CAUSAL_LM",
     )
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

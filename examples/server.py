@@ -113,7 +113,7 @@ def app_of(lm: AsyncLM, seconds: float = 30.0) -> FastAPI:
                     yield lm.byte_vocab[token_id].byte_string
             except StopAsyncIteration:
                 return
-            except (TimeoutError, GenlmError) as error:  # the status 200 is sent already
+            except (TimeoutError, GenlmError) as error:  # the status 200 was sent already
                 line = f"error: {str(error) or f'no token within {seconds:g} s'}"
                 logger.error("/draw ended with an %s", line)
                 yield f"\n{line}\n".encode()

@@ -50,8 +50,8 @@ async def smc(
     log_constant = 0.0
     draw = draw_among(allowed)
     for _ in range(max_tokens):
-        # Random numbers are drawn before waiting: the result does not depend on the order of the
-        # answers.
+        # Random numbers are drawn before waiting, so that the result does not depend on the order
+        # of the answers.
         await asyncio.gather(
             *(extend(p, lm, prompt, draw(rng.random())) for p in particles if not p.finished)
         )

@@ -32,13 +32,13 @@ from tools.sources import ROOT, found
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
-#: A block: its beginning, its kind, what it is about, and its end.
+#: A generated block: its beginning, its kind, its subject, and its end.
 BLOCK = re.compile(
     r"(<!-- made: (\w+)(?: ([\w.]+))?( inherited)? -->\n).*?(<!-- end -->)", re.DOTALL
 )
 ROLE = re.compile(r":(?:class|meth|func|mod|data|attr|exc):`~?([\w.]+)`")
 
-#: What a signature may have in one line.
+#: The most characters of a signature in one line.
 WIDTH = 88
 
 

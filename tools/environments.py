@@ -27,12 +27,12 @@ PLUGINS = {
     for folder in sorted(ROOT.glob("plugins/*/pyproject.toml"))
 }
 
-#: What every environment of this repository has, of its own distributions.
+#: This repository's distributions that every environment has.
 BASE = ["--editable", "core", "--editable", "kit", "--editable", "conformance"]
 
 PROGRAMS, SUFFIX = ("Scripts", ".exe") if os.name == "nt" else ("bin", "")
 
-#: What pip is configured with, and the variable by which uv takes the same.
+#: pip's settings, each with the variable by which uv takes the same.
 CONFIGURED = {
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_INDEX",
@@ -78,7 +78,7 @@ def pip_configuration() -> dict[str, str]:
         return {}
     listed = subprocess.run([pip, "config", "list"], capture_output=True, text=True).stdout
     found: dict[str, str] = {}
-    # Its environment comes first in the list, and first in effect.
+    # pip lists its environment variables first, and they take precedence.
     for name, value in re.findall(r"^[\w:]+\.([\w-]+)=(.+)$", listed, re.MULTILINE):
         if CONFIGURED.get(name, "PATH") not in os.environ:
             words = ast.literal_eval(value).split()
@@ -97,11 +97,11 @@ class Environment:
 
     def __post_init__(self) -> None:
         self.folder = Path(self.session.create_tmp()).resolve().parents[1] / self.label
-        # Making that folder sets TMPDIR to it, and Ray's sockets need a short path.
+        # nox sets TMPDIR to a long path, but Ray's sockets need a short one.
         self.session.env.pop("TMPDIR", None)
         if not Path(self.program("python")).exists():
-            # This Python, and not the one that uv prefers; an older one than any here is uv's to
-            # replace.
+            # Use the running Python and not the one that uv prefers. If it is too old for this
+            # project, uv chooses another.
             python = ["--python", sys.executable] if sys.version_info >= (3, 11) else []
             self.session.run_install(UV, "venv", *python, str(self.folder), external=True)
         for step in self.steps:
@@ -129,7 +129,8 @@ class Environment:
                 words_of_uv = said.read()
                 self.session.warn(words_of_uv)
                 found = re.findall(r"(cause|error): (.+)", words_of_uv)
-                _, reason = min(found, key=itemgetter(0), default=("", words_of_uv))  # a cause
+                # The first known cause.
+                _, reason = min(found, key=itemgetter(0), default=("", words_of_uv))
                 raise nox.command.CommandFailed(reason) from failed
 
     def run(self, program: str, *arguments: str) -> None:

@@ -21,19 +21,19 @@ NOTES = ROOT / "build" / "families.jsonl"
 #: The backends in the order of the table, hf first.
 BACKENDS = ("hf", "vllm", "mlx", "sgl")
 
-#: What the plugins' own errors say of a family that is refused on a CPU only.
+#: The words by which the plugins' own errors show that a family is rejected only on a CPU.
 ON_A_CPU = re.compile(r"on a CPU|in plain PyTorch")
 
-#: What errors say where the engine lacks a kernel for CPUs.
+#: The words of errors about kernels that an engine lacks for CPUs.
 NO_KERNEL = re.compile(
     r"cpu|cuda|active drivers|causal_conv1d|OpNamespace|attention backends|trtllm|AttnB|MLA b",
     re.IGNORECASE,
 )
 
-#: What errors say where the engine does not load the small model, whatever its rows would be.
+#: The words of errors about small models that an engine cannot load at all.
 DOES_NOT_LOAD = re.compile(r"cannot (load|serve)|^(?!EngineError)\w+Error: ")
 
-#: How much of an error is kept.
+#: The most characters of an error that are kept.
 REASON_CHARACTERS = 160
 
 

@@ -16,7 +16,7 @@ from benchmarks.cases import Case, cases_of, newest, read
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results.jsonl"
 MARK = re.compile(r"^<!-- plots: (\w+) -->$", re.MULTILINE)
 
-#: The workload of a step, by backend.
+#: The workload of a step on each backend.
 STEPS = {"hf": "hf_step", "vllm": "vllm_step", "sgl": "sgl_step", "mlx": "mlx_step"}
 
 

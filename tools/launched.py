@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: What makes memory that nothing is written into.
+#: The operators that allocate memory without writing into it.
 UNWRITTEN = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty"}
 
 

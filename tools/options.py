@@ -12,7 +12,8 @@ from attrs import frozen
 
 from tools.sources import found
 
-#: What takes the options of each backend; ``every`` are the core's, which all backends have.
+#: The object that takes the options of each backend. ``every`` stands for the core's options, which
+#: all backends have.
 TAKEN_BY = {
     "every": "genlm.core.options.CoreOptions",
     "hf": "genlm.hf.options.HFOptions",
@@ -22,10 +23,11 @@ TAKEN_BY = {
     "ray": "genlm.ray.options.RayOptions",
 }
 
-#: Parameters that are no options: the model itself, and those of every backend.
+#: Parameters that are not options: the model itself, and names that collect the options of every
+#: backend.
 NO_OPTIONS = ("cls", "self", "model_name", "model_id", "options")
 
-#: What an attribute with a factory starts from.
+#: The initial value of an attribute with a factory.
 FACTORIES = {"dict": "{}", "list": "[]"}
 
 

@@ -40,7 +40,7 @@ def problems(tag: str | None) -> list[str]:
         found.append(f"the tag is {tag}, and VERSION says {ours}; tag v{ours}, or change VERSION")
     for folder, declared in projects().items():
         project = declared["project"]
-        # genlm-backend continues the numbers of the distribution that it replaces.
+        # genlm-backend continues the version numbers of the distribution that it replaces.
         if "version" not in project.get("dynamic", []) and not folder.startswith("compat/"):
             found.append(f"{folder}/pyproject.toml has a version of its own; read that of VERSION")
         found += [f"{folder}: {problem}" for problem in pin_problems(project, ours)]

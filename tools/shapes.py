@@ -50,7 +50,7 @@ def _mamba(width: int, layers: int) -> Any:
 
 SHAPES = {
     "tiny": partial(_llama, (64, 2, 4, 2, 128)),
-    "small": partial(_llama, (128, 2, 4, 2, 256)),  # vLLM's attention on a CPU has heads of 32
+    "small": partial(_llama, (128, 2, 4, 2, 256)),  # vLLM's attention on a CPU needs heads of 32
     "tiny-gemma2": partial(_gemma2, (64, 4, 4, 2, 128), 16),
     "tiny-mamba": partial(_mamba, 64, 2),
     "135m": partial(_llama, (576, 30, 9, 3, 1536)),

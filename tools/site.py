@@ -27,7 +27,7 @@ from tools.figures import with_plots
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "build" / "site-source"
 
-#: Pages from outside ``docs/``, and where they go in the site.
+#: Pages from outside ``docs/``, each with its place in the site.
 PAGES = {
     ROOT / "CHANGELOG.md": "changelog.md",
     ROOT / "CONTRIBUTING.md": "contributing.md",
@@ -42,11 +42,11 @@ PAGES = {
     },
 }
 
-#: Tutorials name the model as a reader does; they run on a copy in a local folder.
+#: Tutorials name the model as a user does, but run on a copy in a local folder.
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
-#: A look at the site, and the programs of its pages and the examples that run on the real model.
-#: Each in a process of its own: the browser leaves an event loop running.
+#: The look at the site, the programs of its pages, and the examples that run on the real model.
+#: Each runs in a process of its own, because the browser leaves an event loop running.
 SEEN = (
     ("tests/site/browser.py",),
     (
@@ -56,13 +56,13 @@ SEEN = (
     ),
 )
 
-#: What runs before each page in the kernel that executes them all: it takes the names of the page
-#: before away.
+#: Code that runs before each page in the kernel that executes all pages. It removes the names of
+#: the previous page.
 SETUP = """__import__("os").chdir({folder!r})
 %reset -f
 %config InlineBackend.figure_formats = ["svg"]"""
 
-#: What a tutorial's text says of its outputs, as a condition in Python. It is not shown.
+#: A statement of a tutorial's text about its outputs, as a condition in Python. It is not shown.
 CHECK = re.compile(r"^<!-- check: (.+?) -->$", re.MULTILINE | re.DOTALL)
 
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
@@ -70,7 +70,8 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 def prepare(model: str, only: str | None = None) -> None:
     """Write the source of the site. ``only`` executes one tutorial, the others keep no outputs."""
-    from tools.blocks import directives  # here, since the tests of this file have no griffe
+    # Imported here, because the tests of this file have no griffe.
+    from tools.blocks import directives
 
     shutil.rmtree(SOURCE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", SOURCE)
@@ -105,7 +106,7 @@ def relinked(text: str, page: Path, place: Path, places: dict[Path, Path]) -> st
         where = os.path.relpath(places[file], place.parent)
         return f"[{label}]({where}{'#' * bool(anchor)}{anchor})"
 
-    # A link in a block of code is code.
+    # Links inside blocks of code are left alone.
     parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if part.startswith("```") else LINK.sub(link, part) for part in parts)
 

@@ -51,7 +51,7 @@ def ensure(folder: Path) -> None:
         try:
             made.rename(folder)
         except OSError:
-            # If the folder is there, another process was first; its folder is the same.
+            # If the folder exists, another process has made it, with the same contents.
             if not folder.exists():
                 raise
 
@@ -86,7 +86,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-    # A model that was loaded from GGUF cannot be saved: move its weights into a new model.
+    # A model that was loaded from GGUF cannot be saved, so its weights are moved into a new model.
     settings = loaded.config.to_dict()
     settings.pop("quantization_config", None)
     plain = LlamaForCausalLM(type(loaded.config).from_dict(settings))

@@ -39,24 +39,24 @@ from genlm.core.cli.model import parsed
 from tools.tiny import write_adapter, write_model
 from tools.users import User, Usual
 
-#: How many models are loaded and closed, one after the other. What the first leaves behind is for
-#: the process: libraries, compiled code, memory pools.
+#: How many models are loaded and closed, one after the other. What the first one leaves behind
+#: belongs to the process: libraries, compiled code, memory pools.
 ROUNDS = 4
 
-#: The parts of a round, as shares of its time. Twice its users leave; the third time, the model is
-#: closed under them.
+#: The parts of a round, as shares of its time. After the first two, the users leave; in the third,
+#: the model is closed while users are active.
 PARTS = (0.45, 0.45, 0.1)
 
 #: The share of answers that are compared with cold rows.
 COMPARED = 0.2
 
-#: By how much the memory in use may grow, in bytes; threads, files and futures may not.
+#: The most bytes by which each kind of memory may grow. Threads, files and futures may not grow.
 SLACK = {"memory": 32 << 20, "tensors": 1 << 20}
 
-#: The GNU C library, where it is the one in use.
+#: The C library of the process.
 LIBC = ctypes.CDLL(None) if os.name == "posix" else None
 GLIBC = LIBC if hasattr(LIBC, "malloc_trim") else None
-M_ARENA_MAX = -8  # of its malloc.h
+M_ARENA_MAX = -8  # the value from GNU's malloc.h
 
 Usage = dict[str, int]
 
@@ -81,10 +81,10 @@ class Soak:
     counts: Counter[str] = field(factory=Counter)
     findings: list[str] = field(factory=list)
     deviation: float = 0.0
-    programs: list[Usual] = field(factory=list)  # of the users that are at work
-    used: list[list[Usage]] = field(factory=list)  # of each model, after each part
-    left: list[Usage] = field(factory=list)  # after each model
-    leaving: threading.Event = field(factory=threading.Event)  # set where users are to leave
+    programs: list[Usual] = field(factory=list)  # the programs of the active users
+    used: list[list[Usage]] = field(factory=list)  # for each model, the usage after each part
+    left: list[Usage] = field(factory=list)  # the usage after each model
+    leaving: threading.Event = field(factory=threading.Event)  # set when users must leave
     stopped: threading.Event = field(factory=threading.Event)
 
     def run(self) -> bool:
@@ -226,7 +226,7 @@ def ended_if_it_hangs(seconds: float) -> Iterator[None]:
         yield
     finally:
         hangs.cancel()
-        hangs.join()  # what it holds would count as left behind
+        hangs.join()  # otherwise its objects would count as left behind
 
 
 def show_and_end() -> None:
@@ -240,7 +240,7 @@ def show_and_end() -> None:
 
 def usage() -> Usage:
     """What the process holds, without garbage, and without free memory that is kept."""
-    now = alive()  # it collects garbage
+    now = alive()  # this collects garbage
     futures = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Future | Future)]
     if GLIBC is not None:
         GLIBC.malloc_trim(0)
@@ -272,7 +272,8 @@ def main() -> None:
     add("--option", action="append", default=[], metavar="NAME=JSON")
     given = parser.parse_args()
     if GLIBC is not None:
-        # With a heap for each thread, what they free and keep grows from round to round.
+        # With one heap for each thread, the memory that threads free and keep would grow from round
+        # to round.
         GLIBC.mallopt(M_ARENA_MAX, 1)
     suite = ConformanceSuite()
     suite.backend, suite.seed, suite.atol = given.backend, given.seed, given.atol

@@ -27,7 +27,8 @@ def _modules() -> Any:
 
     They are read once: ``GriffeLoader.load`` of one name reads the whole package again.
     """
-    # What is returned is one text: its lines are no items, and a word before a colon is no name.
+    # A description of the result is one text: its lines are not items, and a word before a colon is
+    # not a name.
     whole: Any = {"returns_multiple_items": False, "returns_named_value": False}
     loader = griffe.GriffeLoader(
         search_paths=SOURCES, docstring_parser=griffe.Parser.google, docstring_options=whole

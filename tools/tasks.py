@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-#: What a log says of what was left out: by nox, by a task of its own accord, by pytest.
+#: The messages in a log about skipped work: by nox, by a task itself, by pytest.
 SKIPPED = re.compile(
     r"^nox > Session .+? skipped: (?P<task>.+)$"
     r"|^nox > (?P<part>.+ is missing.*)$"
@@ -22,7 +22,7 @@ SKIPPED = re.compile(
     re.MULTILINE,
 )
 
-#: A clause that is skipped is not a test that is missing: the engine does not claim what it checks.
+#: A skipped clause is not a missing test, because the engine does not claim what the clause checks.
 CLAUSES = "genlm/conformance/"
 
 
@@ -70,7 +70,7 @@ def run_one(name: str, arguments: Sequence[str], folder: Path) -> Done:
     report, log = folder / f"{name}.json", folder / f"{name}.log"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "nox", "--report", str(report), "-s", name, "--", *arguments]
-    # This nox has what the noxfile needs: the other one must not look for it.
+    # The running nox has all that the noxfile needs, so the nested one must not install it.
     environment = {**os.environ, "NOX_SCRIPT_MODE": "none", "PYTHONUTF8": "1"}
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as out:

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-#: Stands for the device. It has no memory, so whatever would copy from there to the host, or wait
-#: for a value, raises.
+#: Stands for the device. It has no memory, so any copy from there to the host, and any wait for a
+#: value, raises.
 META = torch.device("meta")
 
 INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
@@ -59,7 +59,7 @@ class _Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         host = [one for one in given if one.device != META and one.ndim]
         chooses = call in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
         if chooses and any(one.dtype == torch.bool for one in args[1] if one is not None):
-            self.down += 1  # how many there are must be known
+            self.down += 1  # the number of elements must be known on the host
         result = call(*args, **(kwargs or {}))
         made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
         if there or any(one.device == META for one in made):

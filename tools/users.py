@@ -17,7 +17,7 @@ from genlm.conformance.driver import LoopThread
 from genlm.core import Adapter, AsyncLM, QueriesResetError, Query
 from genlm.core.types import Answer, ReductionRequest, Request, ScoreRequest, TokenIds
 
-#: How long who has asked something new waits for answers before they go on, seconds.
+#: Seconds that a user waits for the answers to new requests before it continues.
 HURRY = 0.002
 
 
@@ -136,7 +136,7 @@ class Usual(Program):
 
     engine: User
     contexts: Contexts
-    #: The most that a probability was off.
+    #: The largest difference of a probability.
     deviation: float = field(default=0.0, init=False)
 
     def ways(self) -> dict[Callable[[], None], int]:

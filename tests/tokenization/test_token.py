@@ -97,7 +97,7 @@ def test_a_vocabulary_numbers_its_tokens_and_marks_the_special_ones() -> None:
     assert [t.token_id for t in tokens if t.is_special] == [1]
 
 
-def test_token_with_extra_attributes_still_equals_itself() -> None:
+def test_token_accepts_attributes_but_its_own_are_read_only() -> None:
     token = Token(1, b"a")
     token.note = "seen"  # type: ignore[attr-defined]
     assert token.note == "seen"  # type: ignore[attr-defined]

@@ -26,10 +26,11 @@ from tools.gpu.tries import WAYS, trie_figures, trie_words
 from tools.shapes import SHAPES, model_of
 from tools.smollm2 import default_folder
 
-#: The shapes of which steps are recorded: where Python's launches take most of the time.
+#: The shapes of models whose steps are also recorded: those in which Python's launches take most of
+#: the time.
 RECORDED = ("135m", "1b")
 
-#: SmolLM2's vocabulary, and one as large as that of Qwen 2.5.
+#: The size of SmolLM2's vocabulary, and of one as large as Qwen 2.5's.
 SIZES = (49_152, 151_665)
 
 
@@ -50,7 +51,7 @@ FULL = Size("135m,1b,8b,gemma2,mamba", "1,32,256,1000", "20,1000", 10, 128, "32,
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: What was found of one thing, and whether it is well.
+#: The figures of one check, and whether it passed.
 Found = tuple[dict[str, Any], bool]
 
 
@@ -164,7 +165,7 @@ class Stage:
     needs: str = "torch"
 
 
-#: What decides comes first: a short loan of a GPU may end before the rest.
+#: The decisive stages come first, because a short loan of a GPU may end before the rest.
 STAGES = {
     "vllm-v2": Stage(None, 240, ("tools.gpu.runners", "v2"), "vllm"),
     "vllm-v1": Stage(None, 240, ("tools.gpu.runners", "v1"), "vllm"),
@@ -199,7 +200,7 @@ def arguments() -> argparse.Namespace:
     add("--inside", choices=STAGES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.on_cpu = torch.device(options.device).type == "cpu"
-    # A trie takes "cpu" for NumPy's kernel; with a number it is the one of accelerators.
+    # For a trie, "cpu" means NumPy's kernel, and "cpu:0" the kernel for accelerators.
     options.for_trie = "cpu:0" if options.device == "cpu" else options.device
     options.dtype = options.dtype or ("float32" if options.on_cpu else "bfloat16")
     if options.quick is None:
@@ -242,7 +243,7 @@ def run(name: str, options: argparse.Namespace) -> Iterator[Found]:
         for line in child.stdout:
             if line.startswith("{"):
                 yield json.loads(line), True
-            else:  # what pytest says, or an engine
+            else:  # the output of pytest, or of an engine
                 print(line, end="", flush=True)
         code = child.wait()
         timer.cancel()
@@ -277,7 +278,8 @@ def main() -> None:
         for figures, well in run(stage, options):
             print(json.dumps(figures), flush=True)
             result["figures"].append(figures)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")  # what is there is kept
+            # The results so far are kept.
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
             sound &= well
     print(options.out)
     sys.exit(not sound)

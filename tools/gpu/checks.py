@@ -16,8 +16,8 @@ from tools.tiny import write_adapter, write_model
 #: The core's tests that start no other programs.
 QUICK_TESTS = ("tests/test_batching.py", "tests/test_steps.py", "tests/test_cache.py", "tests/trie")
 
-#: What vLLM is loaded with: room for the suite's contexts; and two adapters, which its kernels take
-#: in half precision.
+#: The engine options for vLLM: room for the suite's contexts; and two adapters, for which its
+#: kernels need half precision.
 VLLM = {
     "max_model_len": 512,
     "kv_cache_memory_bytes": 256 << 20,
@@ -25,10 +25,10 @@ VLLM = {
 }
 LORA = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
 
-#: What SGLang is loaded with; on a CPU its adapters need memory that only CUDA pins.
+#: The engine options for SGLang. On a CPU, its adapters need pinned memory, which only CUDA has.
 SGLANG = {"context_length": 512, "max_total_tokens": 8192}
 
-#: What builds or installs something, or looks at the site.
+#: Tests that build or install something, or look at the site.
 NEED_AN_INDEX = (
     "tests/packaging",
     "tests/site",

@@ -11,9 +11,9 @@ from tools.smollm2 import default_folder
 
 DROP_IN = Path(__file__).resolve().parents[2] / "compat"
 
-#: How many bytes its rows of all positions take at most in a step that is measured.
+#: The most bytes that genlm-backend's rows of all positions may take in a measured step.
 MOST_BYTES = 24e9
-#: A row in the model's type, and its log-softmax in float32 with a copy.
+#: The bytes of each number: one in the model's type, and its log-softmax in float32 with a copy.
 BYTES_EACH = 10
 
 

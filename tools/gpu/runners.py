@@ -20,15 +20,15 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-#: Contexts in a step, and tokens of each.
+#: For each length of contexts in tokens, how many contexts a step has.
 STEPS = {20: (1, 8, 32, 128, 512), 1000: (128,)}
 QUICK_STEPS = {20: (1, 4)}
 
-#: Steps that are measured, and those before them.
+#: How many steps are measured, and how many run before them.
 REPEAT, WARM = 8, 4
 QUICK_REPEAT = 2
 
-#: How much of a row's mass may be elsewhere than in the cold row, in half precision.
+#: The most mass that may differ between a row and the cold row, in half precision.
 APART = 0.05
 
 
@@ -163,7 +163,8 @@ def figures(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], bool]
         {"kv_cache_memory_bytes": 64 << 20} if on_cpu else {"gpu_memory_utilization": 0.8}
     )
     with tempfile.TemporaryDirectory() as folder:
-        # Of random weights: with vLLM's own dummy ones all rows are alike, and no fault would show.
+        # Random weights are loaded, because with vLLM's own dummy weights all rows are alike, and
+        # no fault would show.
         dtype = torch.float32 if on_cpu else torch.bfloat16
         model_of("small" if options.quick else "1b", options.device, dtype).save_pretrained(folder)
         write_tokenizer(folder)

@@ -20,10 +20,10 @@ from tools.shapes import VOCABULARY
 #: The most tokens in one raw forward, so that a long prefill fits into memory.
 RAW_TOKENS = 1 << 15
 
-#: How much of a prompt contexts have of their own, where they share one: tokens.
+#: How many tokens each context has of its own behind a shared prompt.
 OWN = 4
 
-#: How far rows in float32 may be from the raw model's, nats.
+#: The most nats by which float32 rows may differ from the raw model's.
 ATOL = 1e-3
 
 #: How many steps of genlm-backend are measured, after one that is not.
@@ -50,7 +50,7 @@ class Raw:
         self._name = next(name for name in CACHE_NAMES if name in takes)
         self._cache: Any = None
         ids = torch.tensor(contexts, device=model.device)
-        # A recurrent model continues its cache by single tokens alone.
+        # A recurrent model can continue its cache only by single tokens.
         width = ids.shape[1] if model._is_stateful else max(RAW_TOKENS // len(ids), 1)
         for start in range(0, ids.shape[1], width):
             self.rows = self._forward(ids[:, start : start + width])
@@ -141,7 +141,7 @@ def step_figures(
 
         ours()
         apart = compare()
-        for _ in range(repeat + 1):  # in turn, so that a busy machine disturbs both
+        for _ in range(repeat + 1):  # the sides take turns, so that a busy machine slows both
             new = grown.grow()
             in_engine = lm.stats.engine_seconds
             mine.append(seconds(ours, device))
@@ -169,7 +169,7 @@ def step_figures(
     return figures | {
         "times_raw": figures["ours_ms"] / figures["raw_ms"],
         "gathered_times_raw": figures["gathered_ms"] / figures["raw_ms"],
-        # On a GPU that is with waiting for the device, which the engine leaves to its callers.
+        # On a GPU this includes waiting for the device, which the engine leaves to its callers.
         "core_us_per_request": 1e3 * medians(core=core)["core_ms"] / contexts,
         "rows_apart": apart,
         "waits_at": dict(waits),
@@ -181,7 +181,7 @@ def peer_step(model: Any, grown: Contexts) -> dict[str, list[float]]:
     """Seconds of genlm-backend's steps; with the prompt given to ``cache_kv`` where one is shared,
     else as it is."""
     count, length = len(grown.all), len(grown.all[0]) - len(grown.prompt)
-    stateful = model._is_stateful  # it has no other cache than keys and values
+    stateful = model._is_stateful  # genlm-backend can cache keys and values only
     if stateful or not peer.is_here() or not peer.fits(count, length, VOCABULARY):
         return {}
     theirs, taken = peer.over(model), []

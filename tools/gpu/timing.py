@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-#: Calls of the driver that start a kernel, and those that wait for one or copy.
+#: The driver's calls that start a kernel, and those that wait for one or copy.
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 COPIES = ("cudaMemcpyAsync",)

@@ -28,7 +28,7 @@ def trie_words(size: int) -> list[bytes]:
     return enlarged([bytes(word) for word in vocabulary], size)
 
 
-#: The two ways to sum on a device; the first one is what tries take.
+#: The two kernels that sum on a device. Tries use the first one.
 WAYS: dict[str, type[DeviceKernel]] = {"rounds": DeviceKernel, "bags": BagKernel}
 
 
@@ -50,7 +50,7 @@ def trie_figures(
     with Launched() as launched:  # type: ignore[no-untyped-call]
         kernel.combine(SUM, weights)
     sums, exact = kernel.combine(SUM, weights).double(), kernel.combine(SUM, weights.double())
-    # Read once and written once, which no sum can do without.
+    # Every sum must read its inputs once and write its results once.
     needed = 4e-9 * rows * (plan.items + width)
     return {
         "copy_GB_per_s": bandwidth,

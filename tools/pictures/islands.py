@@ -42,7 +42,7 @@ def picture() -> Picture:
     class Timed(example.Island):  # type: ignore[misc]
         def __init__(self, *island: Any) -> None:
             super().__init__(*island)
-            allowed = example.allowed_tokens(self.lm, "e")[:-1]  # without the end of the sequence
+            allowed = example.allowed_tokens(self.lm, "e")[:-1]  # without the end-of-sequence token
             self.draw = draw_among(allowed)
 
         async def advance(self, particles: Any, uniforms: Any) -> Any:
@@ -60,7 +60,7 @@ def picture() -> Picture:
         options = ("mock", "mock", {"delay": 0.02}, "Once", "e")
         workers = example.settle(ISLANDS, *options, num_cpus=0.1)
         example.await_start(workers, 300)
-        # The first call of an island takes longer, and is left out of the picture.
+        # The first call of an island takes longer, so it is left out of the picture.
         example.smc(workers, PARTICLES, EVERY, EVERY, random.Random(1))
         began = time.time()
         example.smc(workers, PARTICLES, TOKENS, EVERY, random.Random(0))

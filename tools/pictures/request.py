@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tools.pictures.svg import MARGIN, Picture
 
-#: Each step, where its code is, and what it does.
+#: For each step, the place of its code, and what it does.
 STEPS = (
     ("1  check", "rows.py", "bad input raises here"),
     ("2  look up", "cache.py", "a hit returns a copy"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import define, field
 
-#: What a colour stands for in all pictures.
+#: The meaning of each colour in all pictures.
 COLOURS = {
     "engine": "#0b6e4f",
     "waiting": "#c9cfd8",

@@ -21,8 +21,8 @@ class Span:
 
     begin: float
     end: float
-    requests: int = 0  # of a batch
-    tokens: int = 0  # of a request's context
+    requests: int = 0  # how many requests a batch has
+    tokens: int = 0  # how many tokens a request's context has
 
 
 @define

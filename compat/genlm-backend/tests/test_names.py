@@ -16,7 +16,7 @@ import genlm.core
 import genlm.hf
 from genlm.core import BackendUnavailableError, UnsupportedError
 
-#: What 0.3.1 has under each of its modules, of its own and not underscored; and what 0.0 had.
+#: The public names that 0.3.1 defines in each of its modules, and the names of 0.0.
 NAMES = {
     "genlm.backend": (
         "load_model_by_name AsyncVirtualLM AsyncTransformer decode_vocab Token TokenCharacterTrie "

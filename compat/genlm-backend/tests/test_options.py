@@ -21,7 +21,7 @@ from genlm.backend.trie import (
 )
 from genlm.core import InvalidOptionError, UnsupportedError
 
-#: The parameters of 0.3.1, in its order. A coroutine has `async` before its name.
+#: The parameters of 0.3.1, in its order. A coroutine is marked with `async`.
 SIGNATURES = """
 llm: load_model_by_name(name, backend, llm_opts)
 llm.AsyncLM: async next_token_logprobs(token_ids, lora_name)
@@ -69,7 +69,7 @@ trie.AsyncTokenCharacterTrie: async cleanup()
 trie.AsyncTokenCharacterTrie: shutdown()
 """
 
-#: Which plugin a class needs.
+#: The plugin that a class needs.
 PLUGINS = {"AsyncMlxLM": "mlx", "AsyncSGLTransformer": "sgl", "AsyncVirtualLM": "vllm"}
 
 MODEL_OPTIONS = ("batch_size", "timeout", "cache_size", "cache_opts")

@@ -12,7 +12,7 @@ LAYERS, WIDTH, INNER, RANK = 2, 32, 64, 2
 
 class TestNumpy(ConformanceSuite):
     backend = "numpy"
-    effort = 0.1  # of the examples; 1.0, all of them, before a release
+    effort = 0.1  # the share of the examples that run; use 1.0 before a release
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

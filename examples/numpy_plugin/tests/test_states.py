@@ -15,7 +15,7 @@ from genlm.kit.kv import SharingCosts
 
 from .test_conformance import write_adapter, write_model
 
-#: So small that short contexts are shared, split, moved, joined and evicted in every way.
+#: Costs so small that short contexts are shared, split, moved, joined and evicted in every way.
 SMALL = SharingCosts(2, 2, 4, 2, 6, 1.25, 1, 2, 2, 3)
 
 

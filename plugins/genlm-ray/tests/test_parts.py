@@ -149,7 +149,7 @@ class Fleet:
 
 
 @pytest.mark.parametrize("error", [None, EngineError("no replica takes it")])
-def test_failed_change_of_state_raises_the_fleets_error(
+def test_change_of_state_raises_the_fleets_error(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     engine = engine_whose_replicas_have(monkeypatch, *HOOKS)
@@ -241,7 +241,7 @@ def test_sessions_on_a_replica_are_separate() -> None:
     ]
 
 
-def test_rows_are_sent_without_tokens_that_the_model_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_sent_with_the_tokenizers_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ByteTokenizer, "__len__", lambda self: 250)
 
     async def widths() -> list[int]:

@@ -28,7 +28,7 @@ class NumpyEngine:
         self.max_context = 1024
         self.device = "cpu"
         self.model = Network.load(path)
-        self._networks = {0: self.model}  # by the adapter's version
+        self._networks = {0: self.model}  # by version of the adapter
         self._states = States(self._networks, kept, SharingCosts())
 
     @hookimpl

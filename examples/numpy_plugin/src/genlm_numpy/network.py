@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 Array = NDArray[np.float32]
 Indices = NDArray[np.int64]
 
-#: Attention of a layer: its number, and queries, keys and values of all tokens, ``[n, width]``.
+#: The attention of a layer. Its arguments are the number of the layer, and queries, keys and values
+#: of all tokens, ``[n, width]``.
 Attend = Callable[[int, Array, Array, Array], Array]
 
 HEADS = 4

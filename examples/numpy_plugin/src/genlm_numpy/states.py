@@ -64,7 +64,7 @@ class States:
     """Computes contexts, each from its longest known prefix."""
 
     def __init__(self, networks: dict[int, Network], kept: int, costs: kv.SharingCosts) -> None:
-        self._networks = networks  # by the adapter's version
+        self._networks = networks  # by version of the adapter
         self._table = Table(networks[0], kept)
         self.planner: kv.Planner[kv.TokenSequence] = kv.Planner(self._table, costs)
 
@@ -75,7 +75,7 @@ class States:
             for version in {one.sequence.version for one in batch}:
                 some = [one for one in batch if one.sequence.version == version]
                 rows |= self._forward(self._networks[version], some)
-            # State with nan is not committed, and so given up.
+            # State with NaN is not committed, so it is given up.
             broken = {at for one in batch for at in one.indices() if np.isnan(rows[at][0])}
             self.planner.commit([one for one in batch if broken.isdisjoint(one.indices())])
         return np.stack([rows[at] for at in range(len(sequences))])

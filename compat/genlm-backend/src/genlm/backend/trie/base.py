@@ -11,8 +11,8 @@ from genlm.core import Token as Token
 class TokenCharacterTrie(genlm.core.trie.TokenCharacterTrie):
     """The core's trie, with the warning of 0.3 where it is given plain bytes."""
 
-    # Not __init__: from here the caller is one frame away, also from a subclass. That may have
-    # arguments of its own.
+    # The warning is given in __new__ and not in __init__: from here the caller is one frame away,
+    # even with a subclass, which may have arguments of its own.
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         decode = arguments[0] if arguments else options.get("decode")
         if isinstance(decode, Collection) and any(map(Token.is_plain_bytes, decode)):
