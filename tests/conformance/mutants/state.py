@@ -156,7 +156,7 @@ class PinnedPrefixCountedTwice(MockEngine):
 
 @breaks("pinned_prefix")
 class PinnedOnce(MockEngine):
-    """A prefix that is pinned already is refused; the core pins it again after a failed call."""
+    """A prefix that is pinned already is rejected; the core pins it again after a failed call."""
 
     @hookimpl
     def genlm_cache_prefix(self, query):

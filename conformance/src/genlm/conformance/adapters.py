@@ -294,7 +294,7 @@ class AdapterFileClauses:
 
     @advise("shapes are not compared; genlm.kit.adapter_files does so")
     def test_adapter_of_another_model(self, live: Subject) -> None:
-        """An adapter whose matrices do not fit the model is refused, and every row is as before."""
+        """An adapter whose matrices do not fit the model is rejected, and rows are as before."""
         name, *_ = live.needs_adapters()
         context = live.contexts.stem[:4]
         live.cold(context), live.cold(context, name)

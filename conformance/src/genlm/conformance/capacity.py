@@ -174,10 +174,10 @@ class CapacityClauses:
         capability="pins",
     )
     def test_contexts_beside_as_many_pins_as_fit(self, live: Subject) -> None:
-        """Prompts are pinned until the engine refuses one, or there are many. Beside them long
+        """Prompts are pinned until the engine rejects one, or there are many. Beside them long
         contexts, their extensions, and draws and scores that are asked together are those of their
-        tokens, or are refused; so are the extensions of what is pinned. After a clear nothing is
-        refused."""
+        tokens, or are rejected; so are the extensions of what is pinned. After a clear nothing is
+        rejected."""
         live.needs("genlm_cache_prefix")
         contexts = live.contexts
         room = min(live.longest, contexts.limit - 4)
@@ -251,7 +251,7 @@ class CapacityClauses:
         capability="pins",
     )
     def test_many_short_prompts_are_pinned(self, live: Subject) -> None:
-        """Dozens of short prompts are pinned, until the engine refuses one, and hundreds of other
+        """Dozens of short prompts are pinned, until the engine rejects one, and hundreds of other
         contexts asked for. Then each prompt, extended by a token, has its cold row."""
         live.needs("genlm_cache_prefix")
         count = live.scaled(48, 24)
@@ -308,13 +308,15 @@ class CapacityClauses:
 
 
 def _pinned(live: Subject, prompts: Iterable[TokenIds]) -> list[TokenIds]:
-    """Pin prompts until the engine refuses one, with a message; those that are pinned."""
+    """Pin prompts until the engine rejects one with a message. Returns the pinned ones."""
     pinned: list[TokenIds] = []
     for prompt in prompts:
         try:
             live.lm.cache_kv(prompt)
         except Exception as error:
-            check(bool(str(error)), f"a pin was refused by {type(error).__name__}, silently")
+            check(
+                bool(str(error)), f"a pin was rejected by {type(error).__name__}, without a message"
+            )
             break
         pinned.append(prompt)
     return pinned

@@ -348,13 +348,13 @@ class LifecycleClauses:
 
     @advise("genlm_load does not call genlm.core.options.refuse_unknown")
     def test_unknown_option_is_refused(self, live: Subject) -> None:
-        """An option that the backend does not have is refused before the model is loaded."""
+        """An option that the backend does not have is rejected before the model is loaded."""
         other = copy.copy(live.suite)
         other.options = {**other.options, "no_such_option": 1}
         try:
             lm = live.model.loaded(other.load)
         except ValueError as error:
-            check("no_such_option" in str(error), f"the refusal does not name the option: {error}")
+            check("no_such_option" in str(error), f"the error does not name the option: {error}")
         else:
             lm.close()
             raise Violation("the option no_such_option=1 was accepted")

@@ -37,7 +37,7 @@ class Verdict:
         detail: Why it was skipped, or the counterexample.
         seconds: How long it took.
         rows: How many rows the engine computed for it.
-        deviation: The largest difference of a probability from the oracle's.
+        deviation: The largest difference of a probability from the cold row's.
         violation: Whether it failed because something was wrong, and not by another error.
     """
 

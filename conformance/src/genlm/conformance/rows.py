@@ -78,7 +78,7 @@ class RowClauses:
         "dropped_state",
     )
     def test_cold_row_is_repeatable(self, live: Subject) -> None:
-        """The oracle itself: a context's cold row is the same, whatever was asked before."""
+        """A context's cold row, the reference of all others, is always the same."""
 
         @for_all(live, examples=12, contexts=live.contexts.distinct())
         def cold_row_is_repeatable(contexts: list[TokenIds]) -> None:

@@ -128,7 +128,7 @@ class StateClauses:
             live.check_row(stem, how="after others had forked from it")
 
     @advise(
-        "a pin changes state that is shared, or pinning again is refused; the core pins again "
+        "a pin changes state that is shared, or pinning again is rejected; the core pins again "
         "after a failed call",
         "prompt_pinned_twice_is_cleared_once",
     )

@@ -142,7 +142,7 @@ class Subject(Driver):
 
     def another(self) -> AsyncLM:
         """Another model of the backend, which the clause closes. Skip the clause where there is no
-        room for it, or the backend refuses it and says so."""
+        room for it, or the backend rejects it and says so."""
         if not self.suite.second_model:
             pytest.skip(
                 "this class says that there is no room for a second model (second_model = False)"
@@ -151,7 +151,7 @@ class Subject(Driver):
             return self.model.loaded(self.suite.load)
         except Exception as error:
             pytest.skip(
-                "the backend refuses another model while one is open "
+                "the backend rejects another model while one is open "
                 f"({type(error).__name__}: {error!s:.100})"
             )
 

@@ -1,4 +1,4 @@
-"""Model folders that try to run code when they are loaded, to test that a backend refuses.
+"""Model folders that try to run code when they are loaded, to test that no backend runs it.
 
 A model folder is a stranger's file. Loading it must run none of its code, unless the user said so
 with the engine's own option (``trust_remote_code``).
