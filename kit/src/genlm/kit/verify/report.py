@@ -14,8 +14,9 @@ from genlm.kit.verify.subject import Subject
 #: second number.
 CLOSE, CLOSEST = 2e-2, 1e-3
 
-#: By how many times an engine's rounding may exceed that of transformers in the same type.
-ROUNDING_MARGIN = 4.0
+#: By how many times an engine's rounding may exceed that of transformers in the same type. A small
+#: sound model exceeds it by more than four times: Nemotron-H in bfloat16 on mlx.
+ROUNDING_MARGIN = 6.0
 
 
 def allowed(noise: float, spread: float) -> float:
