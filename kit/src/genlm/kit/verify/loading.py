@@ -1,4 +1,4 @@
-"""Loading a model beside transformers, and comparing their rows."""
+"""Loads a model while transformers computes its rows, and compares both."""
 
 from __future__ import annotations
 

@@ -86,8 +86,9 @@ class Report:
         return all(one.passed for one in self.compared)
 
     def __str__(self) -> str:
+        served = f"{self.subject.model}: {self.subject.engine} in {self.dtype}"
         lines = [
-            f"{self.subject.model}: {self.subject.engine} in {self.dtype}, beside transformers",
+            f"{served}, compared with transformers",
             *map(str, self.compared),
             *(f"not compared: {each}" for each in self.left_out),
         ]
