@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
-#: The settings of every kind that says nothing else.
+#: The settings of every kind that does not override them.
 PLAIN: Mapping[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 
 Tensors = dict[str, Any]

@@ -57,7 +57,7 @@ class Case:
     rows: Mapping[str | None, list[torch.Tensor] | None]
 
 
-#: One per round, so that none is known before.
+#: One context for each round, so that none is known from before.
 CONTEXTS = [(5, 6, 7, 8, 9, 10 + n) for n in range(7)]
 
 
@@ -67,7 +67,7 @@ def make_case(kind: Kind, model: str, folder: Path) -> Case:
     try:
         rows = reference_rows(model, path, CONTEXTS)
     except Exception:
-        rows = None  # the backend should refuse it
+        rows = None  # the backend should reject it
     plain, others = _without(model)
     paths = {None: None, "other": plain, "this": path}
     return Case(kind, paths, {**others, "this": rows})

@@ -18,7 +18,7 @@ from tests.adapter_kinds import KINDS, Kind, make_adapter
 
 DOCS = Path(__file__).parents[1] / "docs" / "adapters.md"
 
-#: Set to 1, it makes :func:`tabled` write what was found.
+#: Set to 1, this variable makes :func:`tabled` write its results.
 WRITE = "GENLM_WRITE_ADAPTER_TABLE"
 
 

@@ -18,7 +18,7 @@ from tools.entry_points import write_metadata
 
 from .fixtures import pytest_collection_finish, real_model  # noqa: F401
 
-#: How long a test waits for what must happen before it says that it did not, seconds.
+#: Seconds that a test waits before it fails.
 PATIENCE = 120.0
 
 
@@ -110,7 +110,7 @@ def gate() -> Iterator[Gate]:
     """An open gate."""
     gate = Gate()
     yield gate
-    gate.open()  # else closing the model would wait for it
+    gate.open()  # otherwise closing the model would wait for it
 
 
 @pytest.fixture

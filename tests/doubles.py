@@ -62,7 +62,7 @@ class Elsewhere:
 
     def __init__(self):
         self.in_flight = {}
-        self.steps = queue.SimpleQueue()  # of every step: what it admitted, and what it dropped
+        self.steps = queue.SimpleQueue()  # for each step, the admitted and the dropped requests
         self.cleared = 0
         self._events = queue.SimpleQueue()
 
@@ -74,7 +74,7 @@ class Elsewhere:
         self.in_flight.update(dict.fromkeys(new_requests))
         self.steps.put((new_requests, list(dropped)))
         happened = self._events.get(timeout=PATIENCE)
-        if happened is None:  # woken
+        if happened is None:  # the step was woken
             return []
         if isinstance(happened, Exception):
             self.in_flight.clear()

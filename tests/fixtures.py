@@ -12,8 +12,8 @@ import pytest
 
 from tools import any_speed  # noqa: F401
 
-# By default a load is verified in a process of its own, which takes seconds. The tests that look
-# at this ask for it.
+# By default, a load is verified in a separate process, which takes seconds. Only tests of
+# verification switch it on.
 os.environ.setdefault("GENLM_VERIFY", "0")
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.sweep import FAR, SHARED, Sweep, Tried, tried
 
-#: What a tool writes otherwise, in a folder of a small Llama.
+#: Changes to the folder of a small Llama, as other tools write it.
 Change = Callable[[Path], None]
 
 Tensors = dict[str, torch.Tensor]

@@ -25,7 +25,7 @@ def left_behind(made: Collection[str] = ()) -> dict[str, object]:
     process = psutil.Process()
     open_files = {}
     for file in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the file descriptor of the listing itself
             open_files[file.name] = str(file.readlink())
     return {
         "files": sorted(Path(tempfile.gettempdir()).iterdir()),

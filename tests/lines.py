@@ -40,7 +40,7 @@ def before_line(line: int, files: str, what: Callable[[], object], call: Callabl
         if not frame.f_code.co_filename.startswith(files):
             return None
         if event == "line" and next(lines) == line:
-            what()  # not traced: this is the tracer
+            what()  # not traced, because the tracer runs here
         return trace
 
     sys.settrace(trace)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-#: How far rows in float32 may be from those of a CPU, nats.
+#: How much float32 rows may differ from those of a CPU, in nats.
 ATOL = 1e-3
 
 _close = torch.testing.assert_close

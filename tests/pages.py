@@ -12,7 +12,7 @@ from typing import Any
 
 FENCED = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-#: A name of a hub's model, as a string of Python.
+#: A hub name of a model, as a Python string.
 HUB_MODEL = re.compile(r'"(?:HuggingFaceTB|mlx-community)/[\w.-]+"')
 
 

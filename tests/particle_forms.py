@@ -9,7 +9,7 @@ import torch
 
 from genlm.core import resampling, together
 
-#: What may be drawn: tokens of any byte tokenizer, of which the last one ends a particle.
+#: The tokens that may be drawn: any byte tokenizer has them. The last one ends a particle.
 ALLOWED = torch.arange(3, 256, 9)
 PROMPT = [7, 8]
 END = 255

@@ -15,13 +15,14 @@ from unittest.mock import patch
 
 from genlm.conformance import Program
 
-#: How long random work may take, where a test's own number is not to be taken.
+#: Seconds that random work may take if a test has no number of its own.
 SECONDS = os.environ.get("GENLM_FUZZ_SECONDS")
 
-#: After so many random things a program looks at the time.
+#: A program checks the time after this many random operations.
 ROUND = 10
 
-#: Makes a program, and ends its engine; the same source makes the same program.
+#: A function that makes a program and, at the end, closes its engine. Equal sources make equal
+#: programs.
 Begin = Callable[[random.Random], AbstractContextManager[Program]]
 
 

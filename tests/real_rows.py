@@ -20,8 +20,8 @@ TEXT = (
     "A child born beside the first pump could die beside an express train."
 )
 
-#: Where other contexts begin to differ: after the first token, within a block of state, and beyond
-#: the 128 tokens of any block.
+#: The positions at which contexts diverge: after the first token, within a block of state, and
+#: beyond the 128 tokens of any block.
 FORKS = (1, 40, 131)
 
 

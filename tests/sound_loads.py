@@ -24,10 +24,10 @@ from tests.sweep import FACTORS, Sweep, random_model, write_as_on_the_hub
 #: The types of weights.
 DTYPES = ("float32", "bfloat16", "float16")
 
-#: Where the thresholds of the models are, and the longest context, tokens.
+#: The length of the models' thresholds, and the longest context, in tokens.
 NEAR, LONGEST = 20, 64
 
-#: Loads a folder in a type of weights: an engine.
+#: A function that loads a folder with weights of a type, and returns an engine.
 Load = Callable[[str, str], Any]
 
 
@@ -76,7 +76,8 @@ class EverySoundLoad:
                 write_as_on_the_hub(config, folder)
             subject = Subject(model=str(folder), engine="engine", backend="none")
             try:
-                with ThreadPoolExecutor(1) as engine_thread:  # mlx leaves a closed one's useless
+                # A closed engine of mlx leaves its thread unusable.
+                with ThreadPoolExecutor(1) as engine_thread:
                     report = engine_thread.submit(
                         compared, subject, type(self).__dict__["load"], dtype
                     ).result()
@@ -141,5 +142,5 @@ def small_models(family: str, sweep: Sweep) -> Iterator[tuple[Any, Any]]:
             given |= {n: size for n, size in sweep.sizes.items() if isinstance(given.get(n), int)}
             small = type(config).from_dict(given)
             yield random_model(kind, small), small
-        except Exception:  # a class may raise anything for sizes that it does not expect
+        except Exception:  # a class may raise any exception for sizes that it does not expect
             continue

@@ -22,26 +22,28 @@ from genlm.kit.scaled_copy import INNER_WIDTH, MOST_WEIGHTS, WIDTH, small_config
 from tools.families import Outcome, note, recorded
 from tools.tiny import write_tokenizer
 
-#: The row of a context, computed from its tokens alone.
+#: A function that computes the row of a context from its tokens alone.
 Row = Callable[[tuple[int, ...]], torch.Tensor]
 
-#: Loads a folder: the longest context, and its rows.
+#: A function that loads a folder, and returns the longest context and a function for rows.
 Open = Callable[[Path], AbstractContextManager[tuple[int | None, Row]]]
 
-#: Where every threshold is, and the lengths that are tried.
+#: The value of every threshold, and the lengths that are tried.
 FAR = 20
 LENGTHS = (5, FAR, FAR + 1, FAR + 4, 2 * FAR + 1, 4 * FAR + 1)
 
-#: How far rows may be off: GELU is exact in some models and approximate in others.
+#: The largest difference of rows. GELU is exact in some models and approximate in others.
 CLOSE = 2e-2
 
-#: The spread of biases, and of the weights of norms around their own values.
+#: The spread of biases, and of the weights of norms around their initial values.
 SPREAD = 0.2
 
-#: How much narrower than the family's default a model is made: the first that can be built.
+#: The factors by which a model is narrower than the family's default. The first that can be built
+#: is used.
 FACTORS = (16, 32, 8, 64, 4)
 
-#: What the configurations of some families leave open, though none of their models does.
+#: Settings without a default in the configuration of some families, although all of their models
+#: have a value.
 LEFT_OPEN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
@@ -49,8 +51,8 @@ LEFT_OPEN: dict[str, dict[str, Any]] = {
     "stablelm": {"num_attention_heads": 8, "num_key_value_heads": 8},
 }
 
-#: Families whose sizes depend on one another, or whose experts would be too many: what their small
-#: models are made of.
+#: Settings of the small models of families whose sizes depend on one another, or which would have
+#: too many experts.
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 2048,
@@ -66,7 +68,7 @@ LATENT = {
     "v_head_dim": 32, "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
 }  # fmt: skip
-# Scores of few heads are often equal, and then chance decides which positions are seen.
+# With few heads, scores are often equal, and chance decides which positions are seen.
 BEST = {**LATENT, "index_n_heads": 32, "index_head_dim": 64, "index_topk": FAR}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 MADE: dict[str, dict[str, Any]] = {
@@ -115,8 +117,8 @@ MADE: dict[str, dict[str, Any]] = {
     "solar_open": EXPERTS,
 }  # fmt: skip
 
-#: What the configurations of these families say on the hub, and transformers does not write. None
-#: of it is asked for by transformers.
+#: Settings that configurations of these families have on the hub, although transformers neither
+#: writes nor reads them.
 ON_THE_HUB: dict[str, dict[str, Any]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "deepseek_v2": {"moe_layer_freq": 1},
@@ -138,7 +140,7 @@ LEFT_ALONE = (
     "cross_att", "vocab", "aux_loss", "jitter", "layers", "n_layer", "model_type", "_attn_imp",
     "base_model", "pad_", "max_position", "per_layer_config", "summary", "_pdrop", "init_",
     "use_kernel", "use_mamba_kernels",
-    "rescale_prenorm_residual",  # transformers rescales what it has loaded
+    "rescale_prenorm_residual",  # transformers rescales these weights when it has loaded them
 )  # fmt: skip
 
 SCALED = {"factor": 4.0, "original_max_position_embeddings": FAR}
@@ -164,7 +166,7 @@ class Tried:
     changed: dict[str, Any]
     outcome: str
     why: str = ""
-    shortened: bool = False  # contexts end before the longest that is tried
+    shortened: bool = False  # whether contexts end before the longest length that is tried
 
 
 def variants(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -223,9 +225,9 @@ def random_model(kind: Any, settings: Any) -> Any:
     ]
     with torch.no_grad():
         for one in (*model.parameters(), *buffers):
-            if one.ndim > 1:  # rows far from uniform
+            if one.ndim > 1:  # makes rows far from uniform
                 one.normal_(0, max(one.shape[-1], 8) ** -0.5)
-            else:  # else biases are zeros and norms are ones, and an engine may leave them out
+            else:  # biases would be zeros and norms ones, and an engine could ignore them unnoticed
                 one.add_(torch.randn_like(one) * SPREAD)
     return model
 
@@ -277,7 +279,7 @@ def tried(
     try:
         settings = type(config).from_dict({**config.to_dict(), **changed})
         save(random_model(kind, settings), folder)
-        if family in MADE:  # whose loaders ask for it
+        if family in MADE:  # the loaders of these families require it
             write_as_on_the_hub(settings, folder)
         reference = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="eager", dtype=torch.float32

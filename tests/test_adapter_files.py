@@ -38,7 +38,7 @@ def lora(module: str, rank: int = 2, inputs: int = 8, outputs: int = 8) -> dict[
     return {f"{name}.lora_A.weight": [rank, inputs], f"{name}.lora_B.weight": [outputs, rank]}
 
 
-Q_A, Q_B = lora(Q)  # their names
+Q_A, Q_B = lora(Q)  # the names of the two matrices
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_plain_adapter_has_no_features(write):
         ({"layer_replication": [[0, 1]]}, Feature.REPLICATION),
         ({"init_lora_weights": "pissa_niter_4"}, Feature.BASE),
         ({"a_setting_of_the_future": {"x": 1}}, Feature.OTHER),
-        # A tensor counts though the configuration does not say so.
+        # A tensor counts even if the configuration does not mention it.
         (f"{V}.lora_B.bias", Feature.LORA_BIAS),
         (f"{V}.lora_magnitude_vector", Feature.DORA),
         (f"{V}.bias", Feature.BIAS),
@@ -144,7 +144,7 @@ def test_the_output_layer_embeddings_and_their_tying_are_features(write):
     assert set(adapter.features) == {Feature.HEAD, Feature.EMBEDDING, Feature.TIED}
     module = adapter.modules["model.embed_tokens"]
     assert (module.inputs, module.outputs) == (9, 8)
-    assert not read_adapter(write(ensure_weight_tying=True)).features  # nothing is tied
+    assert not read_adapter(write(ensure_weight_tying=True)).features  # nothing is tied here
 
 
 def test_scales_and_ranks_by_module(write):
@@ -157,7 +157,8 @@ def test_scales_and_ranks_by_module(write):
         )
     )
     assert adapter.modules[Q].scale == pytest.approx(10 / 2**0.5)
-    assert adapter.modules[V].scale == pytest.approx(4 / 3**0.5)  # "proj" is only a part of a name
+    # "proj" is only a part of a name, so it does not match.
+    assert adapter.modules[V].scale == pytest.approx(4 / 3**0.5)
 
 
 def test_features_are_converted_to_plain_lora(write, tmp_path):
@@ -263,7 +264,7 @@ def test_shapes_of_a_model():
         ({"trainable_token_indices": {"embed_tokens": ["0"]}}, "token ids, or lists of them"),
         ({"trainable_token_indices": [1, -5]}, "token ids, or lists of them"),
         ({"trainable_token_indices": {f"m{i}": [1] for i in range(257)}}, "at most 256 modules"),
-        # Tensors that do not fit:
+        # Tensors that do not fit together:
         ({"shapes": {}}, "has no tensors"),
         ({"shapes": {Q_A: [2, 8]}}, "only one of the two matrices"),
         ({"shapes": {name[17:]: [2, 2] for name in lora(Q)}}, "must begin with 'base_model"),
@@ -282,7 +283,7 @@ def test_shapes_of_a_model():
         ),
         (
             {"shapes": lora(Q, rank=16), "target_parameters": ["down_proj"]}
-            | {"target_modules": ["q_proj"]},  # a target itself
+            | {"target_modules": ["q_proj"]},  # the module is a target itself
             "rank 16 at .*q_proj, and 2 by",
         ),
     ],
@@ -315,7 +316,8 @@ def header(**changes: Any) -> bytes:
         (b"[" * 100_000, "sound safetensors"),
         (header(shape=[2, 3]), "sound safetensors"),
         (header(data_offsets=[0, 1 << 60]), "sound safetensors"),
-        (header(shape=[10**4000] * 249), "sound safetensors"),  # their product takes 5 s and more
+        # Computing their product would take 5 s and more.
+        (header(shape=[10**4000] * 249), "sound safetensors"),
         (header(shape=[1 << 62] * 50_000), "sound safetensors"),
         (header(shape=[16], dtype="I8"), 'of type "I8"'),
         (header(shape=[1] * 9 + [4]), "of 10 dimensions"),
@@ -337,7 +339,7 @@ def test_files_beyond_their_size_limits_are_not_read(write):
     for length in (1 << 62, files.MOST_HEADER + 1):
         with (folder / files.WEIGHTS).open("r+b") as file:
             file.write(length.to_bytes(8, "little"))
-            file.truncate(2 * files.MOST_HEADER)  # a hole, which takes no room
+            file.truncate(2 * files.MOST_HEADER)  # makes a hole, which takes no room on disk
         with pytest.raises(InvalidAdapterError, match=f"its header has {length} bytes"):
             read_adapter(folder)
     with (folder / files.CONFIG).open("r+b") as file:
@@ -399,11 +401,11 @@ def refused_if(lacks: bool, message: str) -> AbstractContextManager[object]:
         ({"target_modules": r".*\.q_proj"}, True),
         ({"target_modules": r"model\.layers\.\d\.self_attn\.(q|v)_proj"}, True),
         ({"target_modules": r"^(?!.*\.1\.).*\.q_proj"}, False),
-        ({"target_modules": "q_proj"}, False),  # whole names are compared
+        ({"target_modules": "q_proj"}, False),  # only whole names match
         ({"target_modules": ".*[01].*", "exclude_modules": ["q_proj", "my_q_proj"]}, False),
         ({"target_modules": "all-linear"}, True),
         ({"target_modules": "all-linear", "exclude_modules": r".*\.1\..*"}, False),
-        ({"target_modules": "(.|.)*(.|.)*(.|.)*(.|.)*[YZ]"}, True),  # which takes for ever
+        ({"target_modules": "(.|.)*(.|.)*(.|.)*(.|.)*[YZ]"}, True),  # matching this takes for ever
         ({"target_modules": "(" * 9000}, True),
         ({"target_modules": ["q_proj"], "exclude_modules": "(.|.)*(.|.)*(.|.)*[YZ]"}, True),
     ],
@@ -422,8 +424,8 @@ def test_a_file_that_lacks_a_layer(write, settings, lacks, monkeypatch):
         ([Q, V], True),
         ([Q, OTHER], True),
         ([f"model.layers.{at}.self_attn.q_proj" for at in range(4)], False),
-        ([OTHER], False),  # perhaps the others are of another kind
-        ([Q, "model.vision.layers.0.q_proj"], False),  # which may have another depth
+        ([OTHER], False),  # the other names may be of another kind
+        ([Q, "model.vision.layers.0.q_proj"], False),  # a vision model may have another depth
         (["model.lm_head"], False),
     ],
 )

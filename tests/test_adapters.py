@@ -47,7 +47,7 @@ async def test_request_made_before_a_rebinding_uses_the_old_adapter(mock):
     lm = mock()
     lm.add_new_lora("path/old", "a")
     asked = asyncio.ensure_future(lm.next_token_logprobs([1], lora_name="a"))
-    await asyncio.sleep(0)  # asked, but still gathering
+    await asyncio.sleep(0)  # requested, but still being gathered
     lm.add_new_lora("path/new", "a")
     assert torch.equal(await asked, expected([1], "path/old"))
 
@@ -170,9 +170,9 @@ def test_no_prefix_of_an_adapter_removed_meanwhile_is_pinned():
         asked = threads.submit(lm.next_token_logprobs_sync, [1])
         engine.next_step()
         removed = threads.submit(lm.remove_lora, "a")
-        engine.next_step()  # the removal has queued, and has woken the step before
+        engine.next_step()  # the removal waits, and has woken the previous step
         pinning = threads.submit(lm.cache_kv, [1, 2], lora_name="a")
-        engine.next_step()  # and the pinning behind it
+        engine.next_step()  # the pinning waits behind the removal
         engine.finish()
         removed.result()
         asked.result()

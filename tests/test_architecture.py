@@ -137,7 +137,7 @@ def test_the_trie_knows_no_model() -> None:
     assert not {name for path in trie for name in imports_of(path, modules)} & of_a_model
 
 
-#: What stands in a row of the page on choosing, and the hooks or arguments of a step that do it.
+#: For each row of the page on choosing, the hooks or arguments of a step that provide it.
 NATIVE = {
     "requests join between steps": {"genlm_step"},
     "native sampling": {"genlm_sample", "samples"},
@@ -168,7 +168,8 @@ def test_the_page_on_choosing_says_what_each_backend_implements() -> None:
     )
     assert {row[0] for row in rows} == NATIVE.keys()
     for name, *cells in rows:
-        for backend, cell in zip(head[1:-1], cells[:-1], strict=True):  # the mock is the last
+        # The last column is the mock.
+        for backend, cell in zip(head[1:-1], cells[:-1], strict=True):
             has = bool(NATIVE[name] & implemented(TOP / "plugins" / f"genlm-{backend}" / "src"))
             assert (cell != "no") == has, f"{name}: {backend} is said to be {cell!r}"
 
@@ -181,8 +182,9 @@ def test_the_workflows_run_sessions_that_there_are_on_every_python_and_for_every
         if isinstance(node, ast.FunctionDef) and node.decorator_list
     }
     run = [word.strip('"') for line in re.findall(r"nox .*-s (.+)", said) for word in line.split()]
-    run = [re.split(r"-\$|\(\$", name)[0] for name in run]  # tests-${PYTHON}, plugin(${PLUGIN})
-    listed = re.findall(r"^ +- ([a-z]+)(?:\(\w+\))?$", said, re.MULTILINE)  # of a matrix of tasks
+    # Removes parameters, as in tests-${PYTHON} and plugin(${PLUGIN}).
+    run = [re.split(r"-\$|\(\$", name)[0] for name in run]
+    listed = re.findall(r"^ +- ([a-z]+)(?:\(\w+\))?$", said, re.MULTILINE)  # the tasks of a matrix
     run = [*(name for name in run if not name.startswith("$")), *listed]
     assert {"lint", "types", "tests", "plugin", "minimums", "docs", "release-check"} <= {*run}
     assert {*run} <= tasks

@@ -25,7 +25,7 @@ async def test_coroutines_that_ask_a_few_passes_apart_share_a_batch(mock, gate):
     for i in range(5):  # each pass of the loop adds a request, so the batch stays open
         asked.append(asyncio.ensure_future(lm.next_token_logprobs([i, i])))
         await asyncio.sleep(0)
-    lm.next_token_logprobs_sync([9])  # what had left already would be there before it
+    lm.next_token_logprobs_sync([9])  # requests that had already left would be there before it
     await asyncio.gather(*asked)
     assert [len(batch) for batch in gate.batches] == [1, 5]
 
@@ -96,7 +96,8 @@ def test_batch_size_caps_what_the_engine_has_in_hand(mock, gate, continuous):
 
 def test_timeout_holds_a_batch_open_until_it_is_full(mock, gate):
     lm = mock(batch_size=2, timeout=3600.0)
-    with ThreadPoolExecutor(2) as pool:  # each thread asks once; only both together fill the batch
+    # Each thread makes one request, and only both together fill the batch.
+    with ThreadPoolExecutor(2) as pool:
         assert len(list(pool.map(lm.next_token_logprobs_sync, [[1], [2]]))) == 2
     assert [sorted(batch) for batch in gate.batches] == [[(1,), (2,)]]
 
@@ -135,15 +136,16 @@ def test_a_finished_batch_wakes_each_event_loop_once(mock):
 def test_a_loop_closed_before_its_requests_left_is_let_go(mock):
     lm = mock()
     loop = asyncio.new_event_loop()
-    loop.set_exception_handler(lambda *_: None)  # which would say that the task never ended
+    # The handler would report that the task never ended.
+    loop.set_exception_handler(lambda *_: None)
     task = loop.create_task(lm.next_token_logprobs([1]))
-    loop.call_soon(loop.stop)  # in the pass that asks
+    loop.call_soon(loop.stop)  # in the pass that makes the request
     loop.run_forever()
     loop.close()
     gone = weakref.ref(loop)
     del loop, task
     asyncio.run(lm.next_token_logprobs([2]))
-    lm.next_token_logprobs_sync([3])  # the engine thread has delivered the others
+    lm.next_token_logprobs_sync([3])  # by now, the engine thread has delivered the others
     gc.collect()
     assert gone() is None
 

@@ -39,7 +39,7 @@ def results(
         (results(10), results(20), "0.50 times, WORSE: trie: sum at 8"),
         (results(10), results(5), "2.00 times, better"),
         (results(10, unit="rows/s"), results(5, unit="rows/s"), "0.50 times, WORSE"),
-        # The whole machine is twice as slow.
+        # The whole machine is half as fast.
         (results(10, 40), results(20, 80), "1 cases compared, 0 moved"),
         (results(10, 40), results(20, 40), "0.50 times, WORSE: trie: sum at 8 (against theirs)"),
         # One side was not measured this time.
@@ -80,7 +80,7 @@ def test_the_committed_results_compare_with_themselves_and_are_the_page():
     kept = read(command.RESULTS)
     first, *unknown = changes(kept, kept)
     assert re.fullmatch(r"[1-9]\d* cases compared, 0 moved by more than 10%", first)
-    # Cases that ours does not have: the floor alone, or theirs.
+    # Cases that only the floor or theirs has.
     assert all("had nothing to compare with" in line for line in unknown)
     page = command.RESULTS.with_name("RESULTS.md").read_text().splitlines()
     assert [

@@ -25,7 +25,7 @@ def test_the_least_recently_used_row_goes_first():
     cache = OutputCache(2, False)
     put(cache, "a", 1)
     put(cache, "b", 2)
-    put(cache, "b", 3)  # at capacity: evicts nothing
+    put(cache, "b", 3)  # the cache is full, but nothing is evicted
     assert cache.nbytes == 2 * 16
     assert torch.equal(cache.peek("b"), row(3.0))
     assert torch.equal(cache.peek("a"), row(1.0))
@@ -40,14 +40,14 @@ def test_bytes_are_bounded_and_counted():
     for i in range(5):
         put(cache, str(i), i)
     assert (len(cache), cache.nbytes) == (3, 48)
-    # One row that is too large keeps no other out.
+    # A row that is too large does not keep others out.
     cache.put([("a", row(1.0)), ("huge", row(0.0, 100)), ("b", row(2.0))], cache.generation)
     assert ("a" in cache, "huge" in cache, "b" in cache) == (True, False, True)
     cache.clear()
     assert (len(cache), cache.nbytes) == (0, 0)
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")  # of NumPy, where its numbers wrap
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # NumPy warns if its integers overflow
 @pytest.mark.parametrize(
     "limits",
     [{"maxsize": 3}, {"maxsize": None, "max_bytes": 48}, {"max_bytes": np.uint8(48)}],

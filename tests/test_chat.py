@@ -10,7 +10,7 @@ from genlm.core import AsyncLM, InvalidInputError
 from genlm.core.mock import MockEngine
 
 USER = {"role": "user", "content": "As JSON."}
-#: The headers and ends of messages are those of Gemma 3; that of Llama 3 trims too.
+#: Templates with the message headers and ends of Gemma 3. Llama 3's template trims messages too.
 ENDS = "<|eot|>\n{% endfor %}{% if add_generation_prompt %}[assistant]\n{% endif %}"
 TRIMS = "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] | trim }}" + ENDS
 KEEPS = TRIMS.replace(" | trim", "")

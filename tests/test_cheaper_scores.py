@@ -21,8 +21,8 @@ def lists(count, length, start=()):
         (lists(1, 8), True),
         (lists(1, 7), False),  # few tokens
         (lists(4, 3), True),
-        (lists(9, 1), False),  # all read one row
-        (lists(9, 1, start=range(8)), False),  # nine rows for all
+        (lists(9, 1), False),  # all of them read one row
+        (lists(9, 1, start=range(8)), False),  # nine rows are enough for all
         (lists(9, 5, start=range(3)), True),
         (lists(9, 5, start=range(20)), False),
     ],

@@ -112,7 +112,7 @@ def test_the_version_is_that_of_the_core_and_of_every_plugin(install, capsys):
     assert last.startswith("Python 3.")
 
 
-#: A plugin that does something else than loading a model.
+#: A plugin whose code does something else instead of loading a model.
 BROKEN = """
 import os
 from genlm.core.mock import genlm_backend_info, hookimpl
@@ -220,7 +220,7 @@ def test_text_is_printed_while_later_tokens_are_not_drawn_yet(install):
     assert process.stdin is not None
     assert process.stdout is not None
     with process:
-        assert process.stdout.read(3) == "bcd"  # the engine waits until it is told to go on
+        assert process.stdout.read(3) == "bcd"  # the engine waits until the test lets it continue
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.read() == "ef\n"
@@ -250,7 +250,7 @@ def test_top_prints_the_ten_likeliest_tokens_with_bars(genlm):
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        (["top", *ON_MOCK, "-k", "2"], rb"[^#]* #{40}\n"),  # in place of its bars
+        (["top", *ON_MOCK, "-k", "2"], rb"[^#]* #{40}\n"),  # # instead of block characters
         (["sample", *ON_MOCK, "--max-tokens", "2", "--seed", "5"], rb"\?\n$"),
     ],
 )
@@ -275,7 +275,7 @@ def test_doctor_lists_the_machine_and_the_default_backend(
     cache.mkdir()
     (cache / "weights").write_bytes(bytes(2_500_000))
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
-    # PyTorch tells of a compiler for CUDA on a machine without a GPU.
+    # PyTorch warns about a compiler for CUDA on a machine without a GPU.
     monkeypatch.setattr(logging.getLogger("torch.utils.cpp_extension"), "disabled", True)
     out = genlm("doctor")
     assert f"({sys.executable})" in out
@@ -361,7 +361,7 @@ def test_bench_measures_every_backend_and_says_why_one_cannot(genlm, install):
     lengths = [line.count("█") for line in plot.splitlines()]
     assert (len(lengths), max(lengths)) == (3, 40)
     assert reason == "dies: its process ended with code 64"
-    assert bool(dtype) != bool(accelerators())  # beside one, no processor is timed
+    assert bool(dtype) != bool(accelerators())  # with an accelerator, the processor is not timed
     assert all(line.startswith("dtype: float32 takes ") for line in dtype)
 
 

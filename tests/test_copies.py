@@ -31,7 +31,7 @@ class Engine:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.model = Launched()
-        self.model.__enter__()  # a mode is one thread's: that which loads, and then evaluates
+        self.model.__enter__()  # the mode belongs to the thread that loads and then evaluates
 
     @hookimpl
     def genlm_step(self, queries):
@@ -112,7 +112,7 @@ def test_a_row_without_padding_that_is_not_normalised_is_the_engines_fault() -> 
 def test_keeping_a_row_keeps_no_other_alive() -> None:
     with AsyncLM(lambda: Engine(WIDTH), backend="mine") as lm:
         rows, _ = rows_of(lm, 20, [7])
-        rows[3].zero_()  # it is the caller's own
+        rows[3].zero_()  # the row belongs to the caller
         again, _ = rows_of(lm, 20, [7])
     assert [int(row.argmax()) for row in again] == list(range(20))
     kept = cache.OutputCache()

@@ -42,7 +42,7 @@ async def test_request_of_cancelled_callers_is_counted_and_not_computed(mock, ga
     await submitted()
     gate.open()
     await asyncio.gather(blocker, left)
-    lm.clear_kv_cache()  # waits until what was asked before it has been looked at
+    lm.clear_kv_cache()  # waits until earlier requests have been processed
     assert not any(ids[0] == 9 for batch in gate.batches for ids in batch)
     assert lm.stats.cancelled == 6
 

@@ -108,7 +108,7 @@ def printed(error: BaseException) -> str:
         ("max_model_len", "max_context"),
         ("log_probs", "next_token_logprobs"),
         ("dtype", "next_token_logprobs"),
-        # Python's guesses of these are names that mean something else, or private ones.
+        # For these names, Python would suggest private names, or names with another meaning.
         ("delete_lora", "remove_lora"),
         ("list_adapters", r"lm\.adapters"),
         ("kv_cache", "clear_kv_cache"),

@@ -40,7 +40,7 @@ def test_from_a_clone_its_folders_are_installed(installed_from, clone):
     assert pip_install("genlm-vllm") == f"pip install {both}"
     assert pip_install("genlm-core", "completion") == f"pip install '{clone / 'core'}[completion]'"
     assert pip_install("genlm-conformance") == f"pip install '{clone / 'conformance'}'"
-    assert pip_install("genlm-mlx") == "pip install genlm-mlx"  # this clone has none
+    assert pip_install("genlm-mlx") == "pip install genlm-mlx"  # this clone has no folder for it
 
 
 @pytest.mark.parametrize("url", [None, "https://example.org/genlm_core-0.1.0.whl", "file:///gone"])

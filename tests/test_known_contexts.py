@@ -16,7 +16,8 @@ from genlm.core.known_contexts import ENDING_TOKENS, KnownContexts
 
 LONG = [at * 7 % 250 for at in range(2 * BLOCK_TOKENS + 5)]
 
-#: Lists of few ids, so that many are alike at their end, around every multiple of a block.
+#: Lists of few different ids, so that many have equal ends, with lengths around every multiple of a
+#: block.
 LISTS = st.builds(
     lambda first, more, end: [first, *[1] * (BLOCK_TOKENS * more + end)],
     st.integers(0, 2), st.integers(1, 2), st.integers(-2, 2 + ENDING_TOKENS),
@@ -45,7 +46,7 @@ def test_list_with_one_token_more_is_found_while_its_parent_lives(mock):
     longer = lm.context([*LONG, 5])
     assert (longer.grown, longer.parent_hash) == (1, first.hash_value)
     assert lm.context(tuple([*LONG, 5, 6])).grown == 1
-    assert lm.context([*LONG, 7, 8]).grown == 0  # nobody knows its parent
+    assert lm.context([*LONG, 7, 8]).grown == 0  # its parent is unknown
     assert lm.context([251, *LONG[1:], 5]).grown == 0
     del first, longer
     gc.collect()

@@ -35,7 +35,7 @@ from .lines import before_line, in_time
 
 pytestmark = pytest.mark.any_version
 
-#: The files of the core.
+#: The source files of the core.
 CORE = str(Path(module.__file__).parents[1])
 
 
@@ -114,7 +114,7 @@ def test_a_step_of_many_is_not_searched_for_garbage(default_collector):
     """What it keeps until its end would be taken for what lasts."""
     searched = []
     with MockAsyncLM() as other, MockAsyncLM() as lm:
-        other.close()  # it does not end what this one needs
+        other.close()  # this does not end anything that the other model needs
         gc.callbacks.append(lambda phase, info: searched.append(info["generation"]))
         try:
             for n in range(5):
@@ -141,10 +141,10 @@ def test_how_a_program_has_set_the_collector_is_kept(given, default_collector):
 async def test_context_managers():
     with MockAsyncLM() as lm:
         lm.next_token_logprobs_sync([1])
-        lm.cleanup()  # the former name
+        lm.cleanup()  # the former name of close()
         lm.close()
     with pytest.raises(ModelClosedError):
-        lm.next_token_logprobs_sync([1])  # though it is cached
+        lm.next_token_logprobs_sync([1])  # raises, although the row is cached
     with pytest.raises(ModelClosedError, match="the model is closed"), lm:
         pass
     async with MockAsyncLM() as lm:
@@ -295,7 +295,8 @@ def test_a_signal_handler_may_ask_a_model_at_any_line_of_it():
         lm.sample_particles_sync([2, next(numbers) % 258], 1, max_tokens=1)
 
     def use():
-        lm.batch_next_token_logprobs_sync([[3], [4, next(numbers) % 258]])  # one is known
+        # One of the rows is already known.
+        lm.batch_next_token_logprobs_sync([[3], [4, next(numbers) % 258]])
         lm.clear_cache()
 
     def last_line():
@@ -314,7 +315,7 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-# It may come in Hypothesis's own callback of the garbage collector, which tells of it.
+# The signal may arrive in Hypothesis's callback of the garbage collector, which reports it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_line_of_a_load_leaves_nothing():
     """Ctrl-C in the main thread, at each line of the core that it runs."""
@@ -343,11 +344,11 @@ def test_an_interrupt_at_any_line_of_a_load_leaves_nothing():
                 if thread.name == "genlm-interrupted" and thread.ident is not None:
                     thread.join(PATIENCE)
                     assert not thread.is_alive(), line
-            assert len(made) - len(closed) <= 1, line  # one was lost while it was being made
+            assert len(made) - len(closed) <= 1, line  # one may be lost while it is being made
             made.clear(), closed.clear()
 
-    MockAsyncLM().close()  # what is imported when it is first needed
-    gc.freeze()  # nor need that be searched for garbage again and again
+    MockAsyncLM().close()  # imports what is imported on first use
+    gc.freeze()  # these objects need not be searched for garbage again and again
     assert in_time(last_line) > 100
 
 

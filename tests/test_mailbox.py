@@ -46,7 +46,7 @@ def test_mailbox_with_an_expired_timeout_returns():
         box = Mailbox[None]()
         for _ in range(40_000):
             box.put(None)
-            box.get()  # leaves the lock free
+            box.get()  # this leaves the lock free
             with contextlib.suppress(queue.Empty):
                 box.get(timeout=1e-9)
 

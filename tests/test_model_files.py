@@ -197,7 +197,8 @@ def test_cache_folder_that_is_a_file_is_reported(the_hub, monkeypatch, tmp_path)
     ("kind", "status", "refused"),
     [
         (errors.RepositoryNotFoundError, 404, pytest.raises(ModelNotFoundError, match="misspelt")),
-        (errors.GatedRepoError, 403, contextlib.nullcontext()),  # the engine says how to get it
+        # The engine itself explains how to get access.
+        (errors.GatedRepoError, 403, contextlib.nullcontext()),
         (errors.HfHubHTTPError, 500, contextlib.nullcontext()),
     ],
 )

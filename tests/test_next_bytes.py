@@ -25,7 +25,7 @@ from genlm.core.trie import TokenCharacterTrie
 
 from .conftest import PATIENCE
 
-#: Few symbols, so that texts have many tokenisations; some are not UTF-8.
+#: Few symbols, so that texts have many tokenisations. Some are not UTF-8.
 SYMBOLS = (b"a", b"b", b"\xc3", b"\x9f", b"\xff")
 
 
@@ -161,7 +161,7 @@ def test_numpy_may_raise_at_what_is_too_small_for_a_float():
         assert asyncio.run(next_bytes_logprob(lm, [0], b"ab")) == -math.inf
 
 
-#: Several ways to write each text; token 7 is special.
+#: There are several ways to write each text. Token 7 is special.
 VOCAB = [b"a", b"ab", b"b", b"ba", b"abb", b"bab", b"", b"<a>", b"ab"]
 
 
@@ -186,7 +186,7 @@ def test_a_token_that_the_model_never_draws_is_not_followed():
 def test_contexts_are_asked_together(lm):
     asyncio.run(next_bytes_logprob(lm, [0], b"abbab"))
     assert lm.stats.largest_batch > 1
-    assert lm.stats.batches <= 5  # one for each token in a row at most
+    assert lm.stats.batches <= 5  # at most one for each token in a row
 
 
 def test_a_long_text_is_refused_without_a_look_at_the_whole(lm):
@@ -258,14 +258,14 @@ def test_the_next_byte_is_what_the_longer_texts_say(vocab, special, seed, target
         asyncio.run(compare())
 
 
-#: Every text of these bytes has many tokenisations: those of n bytes are 2 ** (n - 1).
+#: Every text of these bytes has many tokenisations: 2 ** (n - 1) for n bytes.
 ALL = [b"a" * n for n in range(1, 40)]
 
 
 def test_a_byte_costs_about_one_row_however_many_came_before():
     """The likeliest tokenisation has 20 times the probability of the next."""
     row = torch.full((40,), -12.0)
-    row[2] = 0.0  # three bytes
+    row[2] = 0.0  # the token with three bytes
 
     async def complete():
         prefix = await BytePrefix.after(lm, [0], trie=TokenCharacterTrie(lm.byte_vocab))
@@ -331,7 +331,7 @@ def test_unlikely_tokenisations_are_followed_once_likely_ones_end():
         surprised = await prefix.extend(b"aab")
         before = lm.stats.rows
         assert (await surprised.extend(b"b" * 15)).logprob == pytest.approx(-20.0, abs=1e-5)
-        assert lm.stats.rows - before < 30  # all ways to write these are 987
+        assert lm.stats.rows - before < 30  # there are 987 ways to write these bytes
         return surprised.logprob
 
     with Asked(Random(vocab, set(), 0, 0.0), row_of) as lm:
@@ -351,7 +351,7 @@ def test_equally_likely_tokenisation_is_never_left_out():
         prefix = await BytePrefix.after(lm, [0], min_share=0.9)
         return await (await prefix.extend(b"ab")).next_byte_logprobs()
 
-    with tabled([0.5, 0.5, 0.0], [0.0, 0.0, 1.0]) as lm:  # as one token, or as two
+    with tabled([0.5, 0.5, 0.0], [0.0, 0.0, 1.0]) as lm:  # the text can be one token or two
         assert asyncio.run(follow())[ord("c")] == 0.0
 
 
@@ -364,7 +364,8 @@ def test_a_row_without_mass_has_no_next_byte():
     nothing = [0.0, 0.0, 0.0]
     with tabled([1.0, 0.0, 0.0], nothing) as lm, pytest.raises(InvalidInputError, match="no byte"):
         asyncio.run(follow())
-    # The likeliest of two tokenisations has no way on. (The other one may have been left out.)
+    # The likeliest of two tokenisations cannot be continued. (The other one may have been left
+    # out.)
     for first in ([0.9, 0.1, 0.0], [0.9999, 0.0001, 0.0]):
         with tabled(first, nothing) as lm:
             prefix = asyncio.run(BytePrefix.after(lm, [0]))

@@ -67,7 +67,7 @@ def test_an_observer_sees_the_error_of_a_call_and_callers_get_it(engine):
     assert "told to fail" in str(failed)
     assert [(result, "told to fail" in str(error)) for result, error in seen if error] == [
         (None, True)
-    ] * 2  # both together, and the one alone
+    ] * 2  # the two together, and one of them alone
 
 
 @engines
@@ -180,6 +180,6 @@ def test_answers_may_come_from_a_generator():
 def test_failed_calls_are_counted_and_the_first_is_reported(engine):
     with structlog.testing.capture_logs() as logs, opened(failing(engine)) as lm:
         gathered(lm.next_token_logprobs([1]), lm.next_token_logprobs([2]))
-        assert lm.stats.failed_calls == 2  # both together, and the one alone
+        assert lm.stats.failed_calls == 2  # the two together, and one of them alone
     said = [log for log in logs if log["event"] == "engine.call_failed"]
     assert [log["log_level"] for log in said] == ["warning"]

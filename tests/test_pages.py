@@ -93,13 +93,13 @@ def mocks(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("mocks")
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_blocks_of_a_page_run(page: Path) -> None:
-    text = re.sub(r"\b7042\b", "70", page.read_text("utf-8"))  # an id that the mock has as well
+    text = re.sub(r"\b7042\b", "70", page.read_text("utf-8"))  # an id that the mock has too
     run_page(page, text)
 
 
 # --- links ----------------------------------------------------------------------------------------
 
-#: Pages that are read on GitHub too, where their links are files of the repository.
+#: Pages that are also read on GitHub, where their links point to files of the repository.
 ON_GITHUB = [
     page
     for pattern in ("*.md", "*/README.md", "*/*/README.md", "docs/**/*.md", ".github/**/*.md")

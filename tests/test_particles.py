@@ -71,7 +71,7 @@ def test_an_adapter_is_chosen_by_its_name(mock) -> None:
 def test_particles_share_batches_and_none_draws_nothing(mock, gate) -> None:
     lm = mock()
     asyncio.run(lm.sample_particles([1], 16, 1, seed=0))
-    assert gate.batches == [[(1,)]]  # their first row is the same
+    assert gate.batches == [[(1,)]]  # their first row is equal, so it is computed once
     (nothing,) = lm.sample_particles_sync([1], 1, 0)
     assert nothing == Particle((), None, 0.0, 0.0)
 

@@ -41,8 +41,8 @@ from genlm.kit.segments import Segment, Slot, Trunk
 
 pytestmark = pytest.mark.any_version
 
-#: The numbers of hf on a CPU, of mlx, some small ones, so that short contexts reach all of them,
-#: and those of hf elsewhere.
+#: The costs of hf on a CPU, of mlx, and of hf on other devices; and some small ones, which short
+#: contexts reach.
 SHARING_COSTS = (
     SharingCosts(),
     SharingCosts(sharing=512, waste=2.0),
@@ -53,15 +53,15 @@ SHARING_COSTS = (
     SharingCosts(waiting=1024, plenty=2**18),
 )
 
-#: Lengths on both sides of every threshold, and of the chunks that long prompts are computed in.
+#: Lengths on both sides of every threshold, and of the chunks in which long prompts are computed.
 AROUND = sorted({at + by for at in (32, 64, 256, 512, 1024, 2048) for by in (-1, 0, 1)})
 
-#: What was written by a forward that went wrong.
+#: The content of positions written by a failed forward.
 POISON = -1
 
 
-#: What becomes of a batch: its forward fails, gives no numbers for some, or is never settled; or a
-#: command fails, or the one that would give up a batch.
+#: The outcomes of a batch: its forward fails; it is NaN for some sequences; it is never settled; a
+#: command fails; or the command that would give up a batch fails.
 FATES = st.sampled_from(["works"] * 5 + ["fails", "breaks", "is lost", "table", "cannot blank"])
 
 
@@ -113,7 +113,7 @@ class Cells:
     def do(self, command: Command) -> None:
         if isinstance(command, Blank) and not self.can_blank:
             raise BrokenTableError
-        if self.fail_at is not None and not isinstance(command, Blank):  # which takes no memory
+        if self.fail_at is not None and not isinstance(command, Blank):  # Blank needs no memory
             self.fail_at -= 1
             if self.fail_at < 0:
                 self.fail_at = None
@@ -235,7 +235,7 @@ class PlannerMachine(RuleBasedStateMachine):
         if new := self._new_tokens(more)[: most - len(tokens)]:
             tokens = tokens.followed_by(new)
         if self.random.random() < 0.3:
-            tokens = Context(tokens.token_ids)  # which knows no parent
+            tokens = Context(tokens.token_ids)  # a context that knows no parent
         keep = self.random.choice([1, 1, 1, 2, 9, len(tokens)])
         return Wanted(tokens, one.version, min(keep, len(tokens)))
 
@@ -252,7 +252,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     def _run(self, asked: Sequence[Wanted], fate: str = "works") -> None:
         """Place, compute, and settle, until all are answered."""
-        # Not by their keys: what has none yet is found all the same.
+        # Not found by their keys, since a sequence without a key must be found too.
         self.live = left = [*{(one.version, one.tokens): one for one in asked}.values()]
         left = [one for one in left if self.planner.fits(one.length)]
         while left:
@@ -309,7 +309,7 @@ class PlannerMachine(RuleBasedStateMachine):
                 own[first - offset : last - offset] = cells[first:last]
                 stop = last
             assert stop == one.sequence.length
-        for one in batch:  # when all have written: no two to one place
+        for one in batch:  # checked once all have written, so that no two write to one place
             cells = cells_of(one.sequence.key)
             assert self.table.read(one.end, len(cells)) == cells, "it attends to its own tokens"
 
@@ -326,7 +326,7 @@ class PlannerMachine(RuleBasedStateMachine):
         for one in broken:
             self._poison(one)
         good = [one for one in batch if one not in broken]
-        cut = {one.slot for one in broken if one.continued}  # of what it held, some is lost
+        cut = {one.slot for one in broken if one.continued}  # a part of its former content is lost
         self.planner.commit(good)
         for one in good:
             for each in (one, *one.inside) if one.kept or one.found not in cut else ():
@@ -347,7 +347,7 @@ class PlannerMachine(RuleBasedStateMachine):
         for segment, first, last in one.segments(one.start, one.sequence.length):
             own = self.table.own(segment)
             own[first - segment.start : last - segment.start] = [POISON] * (last - first)
-        if one.continued and one.slot is not None:  # what it held there is lost
+        if one.continued and one.slot is not None:  # its former content is lost
             key = one.slot.key
             self._unpin(lambda pinned: pinned.length > one.start and key.startswith(pinned.key))
 
@@ -355,7 +355,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(fails=st.sampled_from([False, False, False, True]))
     def pin(self, fails: bool) -> None:
-        self._run(self.live)  # what they had may be gone
+        self._run(self.live)  # their state may be lost
         one = self.random.choice(self.live)
         self.lost = False
         with self._failing(fails):
@@ -416,7 +416,8 @@ def test_any_sequence_of_plans_keeps_the_state_that_it_names() -> None:
         max_examples=250,
         stateful_step_count=50,
         deadline=None,
-        # What others find concerns another change: set the variable, and --hypothesis-seed.
+        # Random findings would concern another change. To look for them, set the variable and
+        # --hypothesis-seed.
         derandomize="GENLM_FUZZ_SEED" not in os.environ,
         suppress_health_check=[*HealthCheck],
     )
@@ -473,7 +474,7 @@ def test_a_trunk_that_two_sequences_compute_is_kept_once() -> None:
     kept.tree.check_integrity()
     assert sum(bool(one.trunk and one.trunk.layers) for one in batch) == 1, "one has memory"
     assert kept.known(Wanted([*prompt, 2, 3, 4])) == 22
-    kept.drop_unpinned()  # and takes no place of its own any more
+    kept.drop_unpinned()  # and the slot no longer takes a place of its own
     assert kept.tree.positions == 0
 
 
@@ -481,7 +482,7 @@ def test_drop_unpinned_keeps_the_pinned_contexts() -> None:
     kept = Kept(budget=1000)
     ask(kept, [1] * 30, [2] * 30)
     assert kept.pin(Wanted([1] * 30))
-    ask(kept, [1] * 55)  # on the pinned one, which is not joined with it
+    ask(kept, [1] * 55)  # it is placed on the pinned trunk, and not joined with it
     kept.drop_unpinned()
     assert [kept.known(Wanted([first] * 30)) for first in (1, 2)] == [29, 0]
     assert kept.tree.positions == 30
@@ -492,7 +493,7 @@ def test_a_pinned_context_that_is_computed_whole_takes_no_more_afterwards() -> N
     before fitted no more."""
     kept = Kept(budget=70, costs=SHARING_COSTS[4])
     prompt = [1] * 29
-    for pinned in (prompt, [*prompt, 2, 3, 4]):  # the second one is a slot of three
+    for pinned in (prompt, [*prompt, 2, 3, 4]):  # the second prompt is a slot of three tokens
         ask(kept, pinned)
         assert kept.pin(Wanted(pinned))
     (batch,) = kept.batches([Wanted(pinned, keep=32)])  # beside the pinned slot it needs a trunk
@@ -626,7 +627,7 @@ def test_slot_that_gave_way_to_an_equal_trunk_is_not_split_again() -> None:
     ask(kept, [0], [0, 0, 1, 1])
     ask(kept, [0, 0, 1, 1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 1, 1])
     kept.tree.check_integrity()
-    ask(kept, *([token] * 9 for token in range(2, 18)))  # as much as there is room for
+    ask(kept, *([token] * 9 for token in range(2, 18)))  # as many as there is room for
     kept.drop_unpinned()
     assert kept.tree.positions == 0
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.any_version
 
 Program = Iterator[Sequence[Sequence[int]]]
 
-#: Batches, tokens computed, positions moved, and positions of memory at the most.
+#: The most batches, computed tokens, moved positions, and positions of memory.
 Cost = tuple[int, int, int, int]
 
 
@@ -258,7 +258,7 @@ def lone_requests() -> Program:
         live = [(*ids, rng.randrange(4)) for ids in live]
 
 
-#: Programs, the budget of positions, and what they cost.
+#: Programs, each with the budget of positions and its cost.
 COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
     "alike": (partial(alike, 10, 10), 10**6, (20, 199, 5829, 3840)),
     "alike, few": (partial(alike, 8, 4), 10**6, (10, 360, 1280, 1344)),

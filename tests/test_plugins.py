@@ -298,12 +298,12 @@ def test_a_closed_model_lets_go_of_its_engine():
         def __init__(self):
             self.model = Weights()
 
-    gc.disable()  # which may find it, sooner or later
+    gc.disable()  # the collector may find it, sooner or later
     try:
         lm = AsyncLM(Heavy, backend="x")
         weights = weakref.ref(lm.underlying_model)
         lm.close()
-        assert weights() is None  # at once, and though the model is still held
+        assert weights() is None  # at once, although the model is still referenced
     finally:
         gc.enable()
     with pytest.raises(ModelClosedError, match="model of backend 'x' has been closed"):
@@ -340,7 +340,7 @@ def test_rows_are_brought_to_the_width_of_the_byte_vocabulary_and_are_the_caller
         assert row.shape == (len(lm.byte_vocab),)
         assert abs(row.logsumexp(0)) < 1e-5
         assert torch.isinf(row[200:]).all() == (width == 200)
-        row.zero_()  # which no tensor of inference mode allows
+        row.zero_()  # a tensor of inference mode does not allow this
         with pytest.raises(ValueError, match="out of range"):
             lm.next_token_logprobs_sync([width])
 

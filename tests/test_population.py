@@ -33,7 +33,7 @@ def test_all_forms_of_a_program_give_the_same_particles(mock, options):
     found = [asyncio.run(smc(form, mock(**options))) for form in FORMS]
     texts, constant, times = found[0]
     assert times >= 2
-    assert len({*map(len, texts)}) > 1  # some have ended
+    assert len({*map(len, texts)}) > 1  # some particles have ended
     for other in found[1:]:
         assert other[::2] == (texts, times)
         assert other[1] == pytest.approx(constant, abs=1e-9)
@@ -99,7 +99,7 @@ def test_rows_are_those_of_the_contexts_and_of_ended_ones_their_last_token_s(moc
     assert rows[0].equal(lm.next_token_logprobs_sync([*PROMPT, 1]))
     for at, last in ((1, 2), (2, END)):
         assert rows[at].exp().tolist() == [float(token == last) for token in range(258)]
-    particles.extend([1, 9, 9], ended=[True] * 3)  # now all have
+    particles.extend([1, 9, 9], ended=[True] * 3)  # now all particles have ended
     rows = asyncio.run(particles.logprobs())
     assert rows.argmax(-1).tolist() == [1, 2, END]
     assert rows.exp().sum(-1).tolist() == [1.0] * 3
@@ -115,7 +115,7 @@ def test_equal_particles_are_computed_once_and_rows_belong_to_the_caller(mock, g
     kept = rows.clone()
     rows.zero_()
     assert asyncio.run(particles.logprobs()).equal(kept)
-    assert [len(batch) for batch in gate.batches] == [2]  # from the cache
+    assert [len(batch) for batch in gate.batches] == [2]  # the other rows come from the cache
 
 
 class Wide(MockEngine):
@@ -155,7 +155,7 @@ def test_a_large_population_gives_its_rows_in_parts():
 
         sizes, seen = asyncio.run(walk())
         assert seen == [(at, at) for at in range(n)]
-        assert max(sizes) == 2  # what a processor's cache holds
+        assert max(sizes) == 2  # as many rows as a processor's cache holds
         assert lm.stats.largest_batch * 100_000 <= 1 << 26
         assert lm.stats.rows == n
 

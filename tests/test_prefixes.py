@@ -89,7 +89,7 @@ def test_the_order_of_use(steps: list[tuple[str, tuple[int, ...]]]) -> None:
         elif step == "touch":
             index.touch(key)
             used[key] = value
-        else:  # again, perhaps
+        else:  # perhaps a second time
             index.add(key, at)
             used[key] = at
     assert list(index) == sorted(used)

@@ -21,7 +21,7 @@ from genlm.core.resampling import (
 
 pytestmark = pytest.mark.any_version
 
-#: Weights that floating-point numbers hold exactly, some of them 0.
+#: Weights that floating-point numbers represent exactly, some of them 0.
 CASES = [[1], [1, 1], [0, 3, 0, 5], [8, 1, 1, 6, 0, 0], [0, 0, 1], [2**-20, 1, 2**-20]]
 
 KINDS = {

@@ -56,7 +56,7 @@ def test_places_in_batches_have_seeds_of_their_own():
 @pytest.mark.parametrize("temperature", [5e-324, 1e-3])
 def test_the_least_temperature_is_argmax(temperature):
     drawer = TokenDrawer(SamplingParams(max_tokens=1, temperature=temperature, seed=0))
-    with np.errstate(all="raise"):  # as a program may have set it
+    with np.errstate(all="raise"):  # a program may have set this
         assert [drawer.draw(torch.tensor([-2.0, -1.0, -1.5])) for _ in range(3)] == [1] * 3
 
 

@@ -85,7 +85,7 @@ def greedy(lm, prompt, length):
 
 def test_score_has_the_sum_and_whether_it_is_greedy(sharp):
     first, third, last = (greedy(sharp, prompt, 40) for prompt in ([1, 2], [3], [4]))
-    late = [*last[:-1], (last[-1] + 1) % 256]  # only its last token is another
+    late = [*last[:-1], (last[-1] + 1) % 256]  # only its last token differs
     continuations = [first, [5, 6], third[:1], [*third[:2], 7], late]
     scores = sharp.batch_sequence_logprobs_sync(PROMPTS, continuations)
     assert [score.is_greedy for score in scores] == [True, False, True, False, False]
@@ -144,9 +144,9 @@ def test_every_window_of_a_long_text_may_begin_with_its_first_tokens(sharp, keep
     ids = [(7 * i) % 256 for i in range(23)]
     found = sharp.rolling_logprobs_sync(ids, 5, context_len, keep=keep)
     assert found.shape == (22,)
-    later = 5 - keep - context_len + 1  # tokens that a window after the first one scores
+    later = 5 - keep - context_len + 1  # how many tokens each window after the first one scores
     for place in range(1, 23):
-        window = (place - 6) // later  # -1: the first
+        window = (place - 6) // later  # -1 is the first window
         end = min(23, 6 + (window + 1) * later)
         context = ids[:keep] + ids[end - 1 - 5 + keep : place] if place > 5 else ids[:place]
         row = sharp.next_token_logprobs_uncached(context)

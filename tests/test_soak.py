@@ -18,7 +18,7 @@ from .doubles import Processor
 
 pytestmark = pytest.mark.any_version
 
-#: A soak of an engine that does not return from its fifth call.
+#: A soak run over an engine whose fifth call does not return.
 STUCK = """
 import sys
 import threading
@@ -122,8 +122,9 @@ def test_a_call_that_hangs_is_shown(hook, calls):
     program = STUCK.replace("HOOK", hook).replace("CALLS", calls)
     ended = run_python(program)
     assert ended.returncode == 1
-    # Who waits for a step says that it hangs; who is in a call that blocks cannot.
-    assert "genlm_call_begins" in ended.stderr  # where
+    # A thread that waits for a step reports the hang itself. A thread inside a blocking call
+    # cannot.
+    assert "genlm_call_begins" in ended.stderr  # the place of the hang
 
 
 def test_a_run_that_is_stopped_says_what_was_done(capsys):

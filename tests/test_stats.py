@@ -16,7 +16,7 @@ from .conftest import PATIENCE
 
 
 def test_stages_add_up_and_a_signal_handler_may_ask_for_them_while_one_is_added():
-    clock = map(float, itertools.count(1)).__next__  # one second later at every look
+    clock = map(float, itertools.count(1)).__next__  # each reading is one second later
     timeline = Timeline(clock=clock)
 
     class Interrupted(float):
@@ -34,7 +34,7 @@ def test_stages_add_up_and_a_signal_handler_may_ask_for_them_while_one_is_added(
 def test_the_first_request_has_every_stage(mock):
     lm = mock()
     lm.next_token_logprobs_sync([1])
-    lm.clear_kv_cache()  # returns once the batch before it has been delivered
+    lm.clear_kv_cache()  # returns once the previous batch has been delivered
     assert all(
         seconds > 0 for name, seconds in asdict(lm.stats).items() if name.endswith("_seconds")
     )
@@ -63,7 +63,8 @@ def test_queue_seconds_cover_the_wait_for_the_engine(mock, gate):
         gate.wait_entered()
         began = lm.stats.queue_seconds
         second = threads.submit(lm.next_token_logprobs_sync, [2])
-        while lm.stats.requests < 2:  # released to the engine thread together with being counted
+        # Requests are released to the engine thread and counted in one step.
+        while lm.stats.requests < 2:
             pass
         queued = time.perf_counter()
         waited = time.perf_counter() - queued
@@ -81,7 +82,7 @@ def test_difference_of_stats_is_the_work_between_them(mock):
     done = lm.stats - before
     assert (done.requests, done.rows, done.batches, done.cache_hits) == (2, 1, 1, 1)
     assert done.engine_seconds == lm.stats.engine_seconds - before.engine_seconds
-    assert done.largest_batch == 3  # of the whole time
+    assert done.largest_batch == 3  # the maximum of the whole time
     assert json.loads(json.dumps(done.as_dict()))["rows"] == 1
     assert Stats(**done.as_dict()) == done
     with pytest.raises(TypeError):

@@ -143,7 +143,8 @@ async def test_an_exception_of_a_function_ends_its_batch_call_and_drops_its_othe
         await cached
         asked = later(lm.batch_next_token_logprobs([[1], [2]], then=map(inverse, (0, 1))))
         await engine.step_with(0)
-        other = later(lm.next_token_logprobs([3]))  # wakes the step: the row of [1] is given
+        # Wakes the step, which then gives the row of [1].
+        other = later(lm.next_token_logprobs([3]))
         assert [query.token_ids for query in await engine.step_with(1)] == [(2,)]
         engine.finish()
         assert torch.equal(await other, row_of(3))
@@ -158,9 +159,9 @@ def test_a_task_wakes_the_engine_and_waits_until_nothing_is_in_flight():
         engine.next_step()
         cleared = submit(lm.clear_kv_cache)
         assert engine.next_step() == ([], [])  # woken
-        lm.reset_async_queries()  # drops no task
+        lm.reset_async_queries()  # this drops no task
         asked = submit(lm.next_token_logprobs_sync, [2])
-        assert engine.next_step() == ([], [])  # woken, but what was asked later waits
+        assert engine.next_step() == ([], [])  # woken, but later requests wait
         assert engine.cleared == 0
         engine.finish()
         row.result(PATIENCE), cleared.result(PATIENCE)
@@ -305,13 +306,13 @@ async def test_the_engine_drops_requests_before_anything_that_cannot_join_them(o
         gone = later(lm.next_token_logprobs([1]))
         await engine.step_with(0)
         asked = later(other(lm))
-        await asyncio.to_thread(engine.next_step)  # woken: it has been asked
+        await asyncio.to_thread(engine.next_step)  # the step was woken, so the request has arrived
         gone.cancel()
         new_requests, dropped = await asyncio.to_thread(engine.next_step)
         assert (new_requests, len(dropped)) == ([], 1)
         assert not engine.in_flight
-        engine.finish()  # that step
-        engine.finish()  # the one of the cold row
+        engine.finish()  # ends that step
+        engine.finish()  # ends the step of the cold row
         await asyncio.wait_for(asked, PATIENCE)
         row = later(lm.next_token_logprobs([3]))
         await engine.step_with(0)
@@ -336,7 +337,7 @@ async def test_after_a_failure_requests_are_admitted_one_by_one_and_new_requests
         engine.fail(RuntimeError("out of memory"))
         (first,) = await engine.step_with(0)
         new_request = later(lm.next_token_logprobs([7]))
-        draws[1].cancel()  # while it waits for its turn
+        draws[1].cancel()  # cancelled while it waits for its turn
         await asyncio.to_thread(engine.next_step)
         engine.fail(RuntimeError("this is the one"))
         (third,) = await engine.step_with(0)

@@ -23,7 +23,7 @@ async def test_a_stream_gives_what_sample_gives(mock, monkeypatch) -> None:
     monkeypatch.delattr(MockEngine, "genlm_sample")
     lm = mock()
     expected = await lm.sample([1, 2], 40, range(30), **HOW)
-    assert 0 < len(expected) < 40  # one of these ended it, and is left out
+    assert 0 < len(expected) < 40  # a stop token ended it, and is left out
     assert await collected(lm, [1, 2], 40, eos_token_ids=range(30), **HOW) == expected
     assert await collected(lm, [1, 2], 40, range(30), **HOW) == expected
     assert await collected(lm, lm.context([1, 2]), 0) == []

@@ -51,7 +51,7 @@ def test_text_goes_in_and_out_after_closing_too(mock):
         ("apply_chat_template", [{"rol": "user"}], "messages must be a list of dicts"),
         ("apply_chat_template", [], "messages must be a list of dicts"),
         ("apply_chat_template", None, "messages must be a list of dicts"),
-        # As a command line has the byte ff:
+        # This is how a command line represents the byte ff:
         ("encode", "ab\udcff", r"text has '\\udcff' at 2, half of a surrogate pa"),
         ("apply_chat_template", [{"role": "ab\udcff"}], r"text has '\\udcff' at 2, half of a"),
         (
@@ -146,7 +146,8 @@ class Dropping(ByteTokenizer):
     """As transformers: what a method does not know it drops."""
 
     chat_template = "{{ messages }}{% if enable_thinking %}..."
-    fold_case = False  # which its encode takes too, as transformers' do some of their attributes
+    # Encode takes it as an argument too, as transformers' tokenizers do with some attributes.
+    fold_case = False
 
     def encode(self, text, add_special_tokens=False, **more):
         return self._encode_plus(text, add_special_tokens, **more)
@@ -242,12 +243,12 @@ def test_the_end_of_a_text_is_what_the_tokenizer_says(named, ids, special):
         assert lm.special_token_ids == special
         drawn = lm.sample_sync([1], 5, temperature=0)
         assert drawn == ([] if 257 in ids else [257] * 5)
-        assert lm.sample_sync([1], 5, [], temperature=0) == [257] * 5  # [] is none
+        assert lm.sample_sync([1], 5, [], temperature=0) == [257] * 5  # [] means none
 
 
 def test_the_end_of_a_text_is_also_what_the_engine_says():
     engine = MockEngine(ByteTokenizer())
-    engine.eos_token_ids = [257, 7, 258, -1]  # of which two are no tokens
+    engine.eos_token_ids = [257, 7, 258, -1]  # two of these are not tokens
     with AsyncLM(lambda: engine, backend="mock") as lm:
         assert lm.eos_token_ids == [257, 7]
 
@@ -264,7 +265,7 @@ async def test_blocking_siblings_answer_the_same_also_inside_a_running_loop(mock
     assert torch.equal(lm.sequence_logprobs_sync([1], [2, 3]), scores)
 
 
-@pytest.mark.filterwarnings("error")  # of a coroutine that nobody awaits
+@pytest.mark.filterwarnings("error")  # warnings about a coroutine that was never awaited
 def test_blocking_siblings_raise_what_the_others_raise(mock):
     lm = mock(fail_on=lambda query: query.token_ids == (13,))
     with pytest.raises(EngineError, match=r"failed on the context \[13\]"):

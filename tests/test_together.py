@@ -78,7 +78,7 @@ def test_callers_of_a_step_share_one_call_and_each_gets_its_own_result(mock, ran
 
 def test_the_function_runs_on_the_engine_thread(mock, ranked):
     lm = mock()
-    for _ in range(2):  # also for a cached row
+    for _ in range(2):  # the second time, the row comes from the cache
         lm.next_token_logprobs_sync([1], then=ranked.then(0))
     (name,) = ranked.threads
     assert name.startswith("genlm-")
@@ -95,7 +95,7 @@ def test_cached_rows_join_those_that_are_computed(mock, gate, ranked, options):
     assert lm.stats.cache_hits == 10
     again = gathered(*(lm.next_token_logprobs([at], then=ranked.then(0)) for at in range(20)))
     assert again == found
-    assert ranked.calls == [20, 20]  # all of them are cached: the engine is asked for none
+    assert ranked.calls == [20, 20]  # all rows are cached, so the engine is not called
     assert len(gate.batches) == before + 1
 
 
@@ -136,7 +136,7 @@ def test_writes_of_a_function_into_its_rows_change_no_other_row(mock, options):
     before = mock(cache_size=0).next_token_logprobs_sync([5])
     _, row = gathered(lm.next_token_logprobs([5], then=shared("a")), lm.next_token_logprobs([5]))
     assert row.equal(before)
-    assert lm.next_token_logprobs_sync([5]).equal(before)  # the cached one
+    assert lm.next_token_logprobs_sync([5]).equal(before)  # the cached row is unchanged
     assert lm.next_token_logprobs_sync([5], then=shared("b")) == (int(before.argmax()), "b")
     assert lm.next_token_logprobs_sync([5]).equal(before)
 
@@ -194,7 +194,7 @@ def test_another_number_of_results_is_refused_for_all_and_by_name(mock):
     assert [type(outcome) for outcome in outcomes] == [InvalidInputError] * 3
     assert "one" in str(outcomes[0])
     assert "1 results for 3 rows" in str(outcomes[0])
-    assert calls == [3]  # alone each would seem right
+    assert calls == [3]  # a single call would seem right
 
 
 def test_an_exception_among_the_results_is_raised_by_its_caller_alone(mock):
@@ -248,7 +248,7 @@ async def test_a_function_that_blocks_holds_its_model_and_no_event_loop(mock):
     asked = asyncio.ensure_future(lm.next_token_logprobs([1], then=slow()))
     await asyncio.to_thread(begun.wait, PATIENCE)
     (other,) = await started(lm.next_token_logprobs([2]))
-    go.set()  # by this event loop, which goes on meanwhile
+    go.set()  # set by this event loop, which continues meanwhile
     assert await asked
     assert (await other).shape == (258,)
 

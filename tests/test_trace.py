@@ -26,7 +26,7 @@ def path(tmp_path):
 
 
 def finish(lm):
-    lm.clear_kv_cache()  # returns once the batch before it has been dealt with
+    lm.clear_kv_cache()  # returns once the previous batch has been delivered
 
 
 def test_requests_batches_stages_and_hits(mock, path):
@@ -71,7 +71,7 @@ async def test_how_a_request_ended(mock, gate, path):
     with lm.trace(path):
         with pytest.raises(EngineError):
             lm.next_token_logprobs_sync([7])
-        gate.wait_entered()  # the batch before
+        gate.wait_entered()  # the previous batch
         asked = await busy(lm, gate, [1])
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):

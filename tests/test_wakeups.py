@@ -39,7 +39,7 @@ class Interrupted(Executor):
 
     def interrupt(self, frame, event, called):
         if next(self.points) == self.point:
-            self.batcher.stop()  # not profiled: this is the profiler
+            self.batcher.stop()  # not profiled, because the profiler runs here
             self.seen.put("stopped")
         elif event == "c_call" and called.__name__ == "acquire":
             lock = called.__self__

@@ -93,7 +93,7 @@ def test_a_processor_is_called_once_for_what_a_batch_or_step_finished(engine):
 
     def change(queries, rows):
         calls.append(([query.token_ids for query in queries], tuple(rows.shape)))
-        rows[:, 5] = -float("inf")  # it may write into them
+        rows[:, 5] = -float("inf")  # writing into them is allowed
         return rows.log_softmax(-1)
 
     with opened(padded(engine, 320), Processor(change)) as lm:
@@ -154,7 +154,8 @@ def test_rows_in_a_buffer_that_the_next_call_uses_again_stay_right(engine):
         rows = gathered(*(lm.next_token_logprobs([i]) for i in range(5)))
         for i in (0, 1, 2, 4):
             torch.testing.assert_close(rows[i], expected(i))
-            torch.testing.assert_close(lm.next_token_logprobs_sync([i]), expected(i))  # the cache
+            # From the cache.
+            torch.testing.assert_close(lm.next_token_logprobs_sync([i]), expected(i))
     with opened(engine, Processor(refusing), batch_size=1) as lm:
         rows = lm.batch_next_token_logprobs_sync([[1], [2]])
         torch.testing.assert_close(rows, torch.stack([expected(1), expected(2)]))
@@ -187,7 +188,7 @@ class PanicException(BaseException):
     ("raised", "said"),
     [
         (KeyError("no rule for this context"), "no rule for this context"),
-        (asyncio.CancelledError(), "cancelled"),  # a task of its own
+        (asyncio.CancelledError(), "cancelled"),  # the wrapper's own task was cancelled
         (PanicException(), "PanicException"),
         (StopIteration(), "StopIteration"),
     ],

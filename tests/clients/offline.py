@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import pytest
 
-#: What transformers, this library and nltk say of what only the network has, and what it is.
+#: The messages of transformers, this library and nltk about files that only the network has, with a
+#: description.
 NEEDED = {
     "couldn't connect to": "a model that is on the hub alone",
     "the hub's cache has no such model": "a model that is on the hub alone",

@@ -27,7 +27,7 @@ class CallerClauses:
         def reset_fails_what_is_pending(contexts: list[TokenIds]) -> None:
             async def scenario() -> tuple[Outcome, list[Outcome]]:
                 with live.gate.held():
-                    # The engine has this in hand, so that all others wait.
+                    # The engine is busy with this request, so that all others wait.
                     (blocker,) = await started(live.lm.next_token_logprobs(live.contexts.stem[:2]))
                     await live.gate.until_held()
                     tasks = await started(*map(live.lm.next_token_logprobs, contexts))
@@ -55,8 +55,8 @@ class CallerClauses:
                 (task,) = await started(live.lm.next_token_logprobs(contexts[0]))
                 return live.lm.next_token_logprobs_sync(contexts[1]), await live.soon(task)
 
-            # In a thread, so that it is noticed if it hangs: nothing can interrupt a loop that is
-            # blocked.
+            # The loop runs in a thread, so that a hang is noticed: a blocked loop cannot be
+            # interrupted.
             outcome = live.outcome(live.thread(lambda: live.run(scenario())))
             blocking, waiting = answered(outcome, "a blocking call inside a loop")
             live.expect.row(blocking, contexts[1], how="by a blocking call inside a running loop")
@@ -92,7 +92,7 @@ class CallerClauses:
         @for_all(live, examples=5, contexts=live.contexts.distinct())
         def loops_one_after_the_other(contexts: list[TokenIds]) -> None:
             abandoned = asyncio.new_event_loop()
-            # It would complain of the tasks that are left in it.
+            # The loop would complain about tasks that are left in it.
             abandoned.set_exception_handler(lambda *_: None)
             tasks = [
                 abandoned.create_task(live.lm.next_token_logprobs(context)) for context in contexts

@@ -38,7 +38,7 @@ class WrapperClauses:
         distribution."""
         prompt, other = live.contexts.stem[:4], live.contexts.stem[:2]
         length = min(8, live.contexts.limit - len(prompt))
-        live.model.end()  # there may be no room for two
+        live.model.end()  # there may be no room for two models
         changing = Changing()
         with contextlib.closing(live.suite.load(wrappers=[changing])) as lm:
             rows = {
@@ -47,7 +47,7 @@ class WrapperClauses:
                 "batch_next_token_logprobs": lm.batch_next_token_logprobs_sync([other, prompt])[1],
                 "next_token_logprobs_uncached": lm.next_token_logprobs_uncached(prompt),
             }
-            # The cold row comes last, and is what the wrapper has returned last.
+            # The cold row comes last, so it is the wrapper's last result.
             cold = changing.returned[prompt]
             for method, row in rows.items():
                 live.expect.same(row, cold, f"{method}, where a wrapper bans a token")

@@ -28,7 +28,7 @@ def example() -> Iterator[Callable[[str], ModuleType]]:
         spec.loader.exec_module(module)
         return module
 
-    sys.path.append(str(FOLDER))  # an example may import one beside it
+    sys.path.append(str(FOLDER))  # an example may import another
     yield load
     sys.path.remove(str(FOLDER))
 

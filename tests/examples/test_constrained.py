@@ -102,7 +102,7 @@ def printed(monkeypatch, capsys, program, real_model):
     pytest.importorskip("genlm.hf", reason="genlm-hf is not installed here")
 
     def run(*arguments):
-        structlog.reset_defaults()  # else it prints what is loaded
+        structlog.reset_defaults()  # otherwise it prints that a model is loaded
         monkeypatch.setattr("sys.argv", ["constrained", "--model", real_model, *arguments])
         program.main()
         return capsys.readouterr().out.splitlines()
@@ -132,5 +132,5 @@ def test_on_a_real_model_free_draws_say_the_same(printed):
     )
     estimate = math.exp(float(weighted.split(",")[0].split()[-1]))
     share = math.exp(float(counted.split()[-1]))
-    # Five standard errors of 200 draws, and as much for the particles.
+    # Five standard errors of 200 samples, and as much for the particles.
     assert estimate == pytest.approx(share, abs=10 * math.sqrt(share * (1 - share) / 200))

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not MODEL, reason="GENLM_TEST_MODEL names no real model"),
 ]
 
-#: Short, so that a text needs several windows and a prompt loses its beginning.
+#: So short that a text needs several windows, and a prompt loses its beginning.
 LONGEST = 24
 
 PAIRS = [
@@ -129,7 +129,7 @@ def test_windows_of_a_long_text_begin_with_the_tokenizers_first_token(begins):
 
     (found,) = begins.loglikelihood_rolling(asked((text,)))
     first, second = ids[:LONGEST], ids[LONGEST:]
-    room = LONGEST + 1 - len(second) - 1  # beside the token that begins it
+    room = LONGEST + 1 - len(second) - 1  # besides the token with which the context begins
     expected = score([256], first) + score([256, *first[len(first) - room :]], second)
     assert found == pytest.approx(expected, abs=1e-3)
     ((found, _),) = begins.loglikelihood(asked((text, " And")))
@@ -165,7 +165,8 @@ def test_two_tasks(ours, theirs, tmp_path, monkeypatch):
         "metric_list": [{"metric": "word_perplexity"}],
     }
 
-    no_others = lm_eval.tasks.TaskManager(include_defaults=False)  # it would read 14 000 files
+    # With its default tasks, it would read 14 000 files.
+    no_others = lm_eval.tasks.TaskManager(include_defaults=False)
 
     def results(model):
         tasks = [choice | shared, perplexity | shared]

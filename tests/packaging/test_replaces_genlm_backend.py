@@ -15,7 +15,7 @@ from ..conformance.kit import ROOT, build
 pytestmark = pytest.mark.any_version
 
 COMPAT = ROOT / "compat" / "genlm-backend"
-#: The files at whose paths 0.3.1 and this distribution differ: a module here, a package there.
+#: The paths at which 0.3.1 and this distribution differ: one has a module and the other a package.
 FORMER = {
     "genlm/backend/__init__.py": "from .llm import former",
     "genlm/backend/cache.py": "former = True",
@@ -68,7 +68,7 @@ class Environment:
         program = (
             "import genlm.backend.llm as llm; print('0.3.1' if hasattr(llm, 'former') else '0.4.0')"
         )
-        # The core and hf, with what they need, are where the running Python has them.
+        # The core, hf and their dependencies are taken from the running Python.
         sources = [
             ROOT / "core" / "src",
             ROOT / "kit" / "src",

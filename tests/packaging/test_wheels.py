@@ -21,7 +21,7 @@ DISTRIBUTIONS = [
     *sorted(project.parent for project in ROOT.glob("plugins/*/pyproject.toml")),
     *sorted(project.parent for project in ROOT.glob("compat/*/pyproject.toml")),
 ]
-#: The name that a distribution had before, besides its package in the namespace.
+#: The former package of a distribution, besides its package in the namespace.
 FORMER = {"genlm-backend": {"genlm_backend"}}
 
 
@@ -70,7 +70,7 @@ def test_the_backend_is_found_by_an_entry_point_to_a_shipped_module(
     wheel: zipfile.ZipFile, distribution: Path
 ) -> None:
     if distribution.parent.name == "compat" or distribution.name in ("kit", "conformance"):
-        assert "genlm.backends" not in read_entry_points(wheel)  # no backend of its own
+        assert "genlm.backends" not in read_entry_points(wheel)  # the wheel provides no backend
         return
     entry_points = read_entry_points(wheel)
     assert entry_points["genlm.backends"]

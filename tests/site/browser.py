@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-PATIENCE = 180_000  # milliseconds until what must happen is said not to happen
+PATIENCE = 180_000  # Milliseconds to wait before an event counts as missing.
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 PAGES = {"start": "", "tutorial": "tutorials/smc/", "reference": "reference/models/"}
 
@@ -58,7 +58,7 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # Without its sandbox, which Chromium refuses to root; it sees this site alone.
+        # Chromium's sandbox does not work for root. The browser sees only this site.
         started = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield started
         started.close()
@@ -141,7 +141,7 @@ def test_tutorials_show_their_outputs_and_plots(browser: Any, site: str) -> None
 def test_the_search_finds_a_method(browser: Any, site: str) -> None:
     visit = Visit(browser, site, "desktop")
     page = visit.open("")
-    # By its button, and once it listens: before that, keys leave the page ("n" goes to the next).
+    # Click the button once it listens: before that, keys leave the page ("n" goes to the next).
     page.get_by_role("button", name="Search").first.click()
     page.locator("input:focus").wait_for()
     page.keyboard.type("next_token_logprobs")
@@ -156,7 +156,7 @@ def test_the_reference_links_types_to_their_pages(browser: Any, site: str) -> No
     page = visit.open("reference/models/")
     text = page.locator("article").inner_text()
     assert "next_token_logprobs" in text
-    # Roles of docstrings have become links or code.
+    # Roles in docstrings have become links or code.
     assert ":class:`" not in text
     assert ":meth:`" not in text
     assert page.locator("article a[href*='types/#genlm.core.types.Stats']").count() > 0

@@ -27,7 +27,8 @@ HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 def printed_by(capsys: pytest.CaptureFixture[str], real_model: str) -> Callable[[str], str]:
     """What the blocks of a text print on the real model."""
     pytest.importorskip("genlm.hf", reason="the pages use genlm-hf, which is not installed here")
-    structlog.reset_defaults()  # as in a process of its own: other tests have configured it
+    # As in a process of its own, since other tests have configured structlog.
+    structlog.reset_defaults()
 
     def run(text: str) -> str:
         run_page(DOCS, text.replace(HUB_NAME, real_model))
@@ -51,7 +52,7 @@ def test_outputs_in_a_tutorial_are_checked(tmp_path: Path) -> None:
         page.write_text(page.read_text().replace("== 1", "== 2"))
         with pytest.raises(errors.CellExecutionError, match="AssertionError"):
             executed(page, "model", manager)
-        page.write_text("```python\nprint(x)\n```\n")  # a name of the page before
+        page.write_text("```python\nprint(x)\n```\n")  # x is a name of the previous page
         with pytest.raises(errors.CellExecutionError, match="NameError"):
             executed(page, "model", manager)
 

@@ -43,7 +43,8 @@ def with_model(model):
 
 
 def refuses(tokenizer, reason):
-    said = f"Could not decode byte representation .*{reason}"  # the older package said so, too
+    # The older package had the same message.
+    said = f"Could not decode byte representation .*{reason}"
     with pytest.raises(VocabularyError, match=said):
         decode_vocab(tokenizer)
 
@@ -119,7 +120,8 @@ def test_a_model_that_drops_spaces_is_refused(model, reason):
         (p.Punctuation("removed"), "pre-tokenizer Punctuation does not keep"),
         (p.CharDelimiterSplit("|"), "pre-tokenizer CharDelimiterSplit does not keep"),
         (p.Sequence([p.Digits(), p.Split("x", "removed")]), "pre-tokenizer Split does not keep"),
-        (p.UnicodeScripts(), r"UnicodeScripts, .* keep ' ' of the text ' a'"),  # its beginning
+        # The beginning of the text.
+        (p.UnicodeScripts(), r"UnicodeScripts, .* keep ' ' of the text ' a'"),
     ],
 )
 def test_a_pre_tokenizer_that_removes_text_is_refused(before, reason):
@@ -129,9 +131,11 @@ def test_a_pre_tokenizer_that_removes_text_is_refused(before, reason):
 @pytest.mark.parametrize(
     ("pre_tokenizer", "decoder", "piece"),
     [
-        (p.Sequence([p.WhitespaceSplit(), p.Metaspace()]), d.Metaspace(), "▁a"),  # marks it
-        (p.Sequence([p.ByteLevel(), p.WhitespaceSplit()]), d.ByteLevel(), "Ġa"),  # other bytes
-        (p.PreTokenizer.custom(object()), d.Metaspace(), "▁a"),  # is Python
+        # Metaspace marks the space.
+        (p.Sequence([p.WhitespaceSplit(), p.Metaspace()]), d.Metaspace(), "▁a"),
+        # ByteLevel has spelled the space as another character.
+        (p.Sequence([p.ByteLevel(), p.WhitespaceSplit()]), d.ByteLevel(), "Ġa"),
+        (p.PreTokenizer.custom(object()), d.Metaspace(), "▁a"),  # a component written in Python
     ],
 )
 def test_lossless_pre_tokenizer_is_accepted(pre_tokenizer, decoder, piece):
@@ -240,7 +244,7 @@ PRE_TOKENIZERS = [
     *(p.UnicodeScripts(), p.FixedLength(2)),
 ]
 DECODERS = [d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0), d.Strip(" ", 0, 1), d.Replace(" ", "")]
-# A step that spells the text, and the decoder that reads it.
+# Steps that spell the text, each with the decoder that reads the result.
 SPELLINGS = [(step, reader_of(step)) for step in PRE_TOKENIZERS[:10]]
 TEXTS = st.lists(st.text("ab1.,|ß \n", max_size=9), min_size=10, max_size=10)
 
@@ -358,15 +362,15 @@ def test_an_ordinary_added_token_that_is_a_piece_is_decoded_and_a_special_one_is
     ("piece", "expected"),
     [
         ("Ġa", b" a"),
-        ("Ã", b"\xc3"),  # the beginning of a character
-        ("©", b"\xa9"),  # the end of one
+        ("Ã", b"\xc3"),  # the first byte of a character
+        ("©", b"\xa9"),  # the last byte of a character
         ("©©©a", b"\xa9\xa9\xa9a"),
         ("aðŁĺ", b"a\xf0\x9f\x98"),
         ("ÿ", "ÿ".encode()),  # no text has these bytes
         ("ÀĢ", "ÀĢ".encode()),
         ("Ãa", "Ãa".encode()),
         ("©©©©", "©©©©".encode()),
-        ("íłĢ", "íłĢ".encode()),  # a surrogate
+        ("íłĢ", "íłĢ".encode()),  # these bytes are a surrogate
     ],
 )
 def test_an_added_token_that_is_a_piece_is_verbatim_if_no_text_has_its_bytes(piece, expected):

@@ -14,7 +14,7 @@ from genlm.core.tokenization import decode_vocab
 
 from .conftest import TEXTS, contents, joined
 
-# What the Unigram model has seen: it has no bytes for the rest.
+# The characters that the Unigram model has seen. It has no bytes for others.
 KNOWN = st.text(st.sampled_from(" \n\tabcdefghi.,:;éüß狐😀1234"))
 
 
@@ -87,7 +87,7 @@ def test_byt5():
 def test_sentencepiece(sentencepiece_model, text):
     byte_vocab, _ = decode_vocab(sentencepiece_model)
     assert len(byte_vocab) == sentencepiece_model.get_piece_size()
-    text = text.replace("\0", "")  # ends a text for the library
+    text = text.replace("\0", "")  # the library ends a text at this character
     expected = b" " + text.encode() if text else b""
     assert joined(byte_vocab, sentencepiece_model.encode(text)) == expected
 

@@ -13,7 +13,7 @@ from .conftest import TEXTS, joined
 
 pytestmark = pytest.mark.any_version
 
-TEXTS = TEXTS.filter(lambda text: "\0" not in text)  # which ends a text for the library
+TEXTS = TEXTS.filter(lambda text: "\0" not in text)  # the library ends a text at this character
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def smollm2_bytes(smollm2):
 
 @given(text=TEXTS)
 def test_smollm2_texts(smollm2, smollm2_bytes, text):
-    # It lacks some bytes.
+    # This tokenizer lacks some bytes.
     assume(set(text.encode()) <= {token[0] for token in smollm2_bytes if len(token) == 1})
     ids = smollm2.encode(text, add_special_tokens=False)
     assert joined(smollm2_bytes, ids) == text.encode()
@@ -55,7 +55,7 @@ def test_smollm2_tokens(smollm2, smollm2_bytes):
     assert wrong == []
 
 
-#: Files that mistral-common ships, and what may be around the tokenizer of each.
+#: Files that mistral-common ships, each with the class that may wrap its tokenizer.
 MISTRAL = {
     "tokenizer.model.v1": lambda whole: whole.instruct_tokenizer.tokenizer,
     "mistral_instruct_tokenizer_240323.model.v3": lambda whole: whole,

@@ -76,7 +76,7 @@ def test_wrong_types_are_refused() -> None:
 
 
 def test_tokens_are_small() -> None:
-    # In a process of its own: what tokens share must not depend on those made before.
+    # In a separate process, because what tokens share must not depend on earlier tokens.
     result = run_python("""
         import tracemalloc
         from genlm.core.tokenization import Token

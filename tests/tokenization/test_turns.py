@@ -77,7 +77,7 @@ def test_given_tokenizer_object_is_unchanged(lm, tokenizer):
         assert type(other) is PreTrainedTokenizerFast
         assert other.encode(TEXT) == tokenizer.encode(TEXT)
         assert other.padding_side == tokenizer.padding_side
-    assert b"genlm" not in pickle.dumps(tokenizer)  # whoever reads it needs no library of ours
+    assert b"genlm" not in pickle.dumps(tokenizer)  # it can be unpickled without this library
     other = copy.copy(tokenizer)
     other.truncation_side = "left"
     assert other.encode("abc", truncation=True, max_length=2) == tokenizer.encode("bc")

@@ -25,7 +25,7 @@ def test_the_mass_of_a_prefix(trie):
 
 
 def test_mass_too_small_for_a_float_is_none():
-    with np.errstate(all="raise"):  # as a program may have set it
+    with np.errstate(all="raise"):  # a program may have set this
         assert TokenCharacterTrie([b"a", b"b"]).mass([0.0, -800.0], b"b") == 0.0
 
 

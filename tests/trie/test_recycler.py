@@ -34,7 +34,7 @@ def made(monkeypatch):
         ([256 * MIB + 1] * 2, False),  # huge
         ([16 * MIB, 16 * MIB + 1], False),  # does not fit
         ([16 * MIB, 8 * MIB], True),
-        ([16 * MIB, 8 * MIB - 1], False),  # of which it is far too much
+        ([16 * MIB, 8 * MIB - 1], False),  # the block is far too large
     ],
 )
 def test_a_large_result_gets_the_memory_of_the_one_before_where_it_fits(made, asked, again):
@@ -47,7 +47,7 @@ def test_a_large_result_gets_the_memory_of_the_one_before_where_it_fits(made, as
 def test_recycler_keeps_one_block(made):
     recycler = Recycler()
     first, second = recycler.empty((5 * MIB,), "uint8"), recycler.empty((6 * MIB,), "uint8")
-    del first, second  # the second one last, so its memory is kept
+    del first, second  # the second block is freed last, so it is kept
     first, second = recycler.empty((5 * MIB,), "uint8"), recycler.empty((5 * MIB,), "uint8")
     assert not np.shares_memory(first, second)
     assert made == [5 * MIB, 6 * MIB, 5 * MIB]

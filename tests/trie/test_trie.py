@@ -26,7 +26,7 @@ from tools.launched import Launched
 
 from ..conftest import run_python
 
-#: Where the kernel of accelerators is tested.
+#: The device on which the kernel of accelerators is tested.
 DEVICE = os.environ.get("GENLM_TEST_DEVICE", "cpu:0")
 
 
@@ -78,7 +78,7 @@ MIXED = st.tuples(TOKENS, STRINGS, TUPLES).map(lambda kinds: [*kinds[0], *kinds[
 WEIGHTS = st.floats(-1e6, 1e6) | st.just(-math.inf)
 
 tries = pytest.mark.parametrize("trie_class", [TokenCharacterTrie, OnTorch, InBags])
-#: What an accelerator runs, in its own precision.
+#: The kernels of an accelerator, each in its own precision.
 on_a_device = pytest.mark.parametrize("kernel", [DeviceKernel, BagKernel])
 
 
@@ -105,10 +105,10 @@ def test_sums_and_maxima(trie_class, items, data):
     trie = trie_class(items)
     ws = np.array(data.draw(st.lists(WEIGHTS, min_size=len(items), max_size=len(items))))
     assert np.array_equal(trie.weight_max(ws), by_definition(trie, ws, max))
-    if ws.max() <= 0:  # else they are refused as log-probabilities
+    if ws.max() <= 0:  # otherwise they are rejected as log-probabilities
         ws = -ws
         ws[np.isposinf(ws)] = 0.0
-    # The rounding of a sum is relative to what was added, not to what is left of it.
+    # The rounding error of a sum is relative to the added numbers, and not to the result.
     scale = np.abs(ws[np.isfinite(ws)]).sum()
     np.testing.assert_allclose(
         trie.weight_sum(ws), by_definition(trie, ws, math.fsum), rtol=0, atol=1e-15 * scale
@@ -129,7 +129,7 @@ def test_sums_and_maxima_over_many_items(trie_class, seed, symbols, longest):
         Token.vocabulary([generator.integers(0, symbols, n, np.uint8).tobytes() for n in lengths])
     )
     ws = generator.normal(size=len(lengths))
-    ws[0] = abs(ws[0])  # where none is positive they are refused
+    ws[0] = abs(ws[0])  # if none is positive, they are rejected
     below = [ws[trie.positions_under(node)] for node in range(len(trie))]
     np.testing.assert_allclose(
         trie.weight_sum(ws), [*map(math.fsum, below)], rtol=0, atol=1e-14 * len(lengths)
@@ -245,7 +245,7 @@ def test_large_results_are_never_written_to_while_anything_refers_to_them(large)
     assert np.array_equal(tensor.numpy(), expected[4])
     assert np.array_equal(np.asarray(part), expected[5, ::2])
     assert np.array_equal(whole, expected)
-    twice = np.concatenate([ws, ws])  # of the memory that has been released, none is large enough
+    twice = np.concatenate([ws, ws])  # larger than any block of memory that has been released
     assert np.array_equal(trie.batch_weight_sum(twice), np.concatenate([expected, expected]))
 
 

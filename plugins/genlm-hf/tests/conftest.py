@@ -10,7 +10,7 @@ from tools.tiny import write_tokenizer
 from .models import Pair, build, llama_config, proven
 from .shapes import SHAPE, TOKENS
 
-#: Widths that 4-bit quantisation can cut into its blocks.
+#: Widths that 4-bit quantisation can divide into its blocks.
 BLOCKS = {"hidden_size": 64, "intermediate_size": 128}
 
 

@@ -19,7 +19,8 @@ from .families import FAMILIES
 from .models import sweep
 from .recorded import recorded_steps
 
-#: Fewer than could be tried when this was written, with transformers 5.24: 232.
+#: The least number of families that must have been tried. When this was written, with transformers
+#: 5.24, it was 232.
 TRIED = 200
 
 

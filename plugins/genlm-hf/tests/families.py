@@ -22,7 +22,7 @@ FAMILIES = sorted(
     }
 )
 
-#: Of rotary embeddings in three dimensions, by how wide they are.
+#: The sections of rotary embeddings in three dimensions, by width.
 MROPE = {"rope_type": "default", "rope_theta": 1e6}
 WIDE_MROPE = {"text_config": {"rope_parameters": {**MROPE, "mrope_section": [16, 24, 24]}}}
 HALF_MROPE = {
@@ -31,7 +31,8 @@ HALF_MROPE = {
     }
 }
 
-#: What the configurations of some families leave open, though none of their models does.
+#: Settings without a default in the configuration of some families, although all of their models
+#: have a value.
 LEFT_OPEN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "dots1": {"q_lora_rank": None, "head_dim": 128, "num_key_value_heads": 32},
@@ -70,7 +71,7 @@ def small_family(family: str, far: int) -> Any:
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
     eyes = getattr(config, "vision_config", None)
-    if hasattr(eyes, "depth"):  # of layers that have another name elsewhere
+    if hasattr(eyes, "depth"):  # the number of layers has another name elsewhere
         eyes.depth = 1
     changed = {one.path: far for one in thresholds(config.to_dict())}
     return small_model(kind, config, DEVICE, changed)

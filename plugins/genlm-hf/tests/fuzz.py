@@ -33,20 +33,20 @@ from .families import small_family
 from .models import build, llama_config, row_of
 from .quantised import dequantised
 
-#: Whose state is kept in snapshots, or not at all.
+#: Families whose state is kept in snapshots, or not at all.
 RECURRENT = (
     "bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "granitemoehybrid",
     "inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2",
     "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_next", "recurrent_gemma", "rwkv",
 )  # fmt: skip
 
-#: Whose state is kept in slots.
+#: Families whose state is kept in slots.
 ATTENTION = (
     "bloom", "deepseek_v3", "doge", "gemma2", "gemma3_text", "gpt_neo", "gpt_oss", "llama",
     "llama4_text", "ministral3", "mistral", "phi3", "qwen3_moe",
 )  # fmt: skip
 
-#: Constants whose values decide how a context is computed, and other values for them.
+#: Constants that decide how a context is computed, each with other values.
 CONSTANTS = {
     "genlm.hf.costs.COSTS": (
         COSTS,
@@ -65,16 +65,16 @@ CONSTANTS = {
     ),
 }
 
-#: Where an adapter may be. Experts are adapted together only.
+#: Modules that may have an adapter. Experts are adapted only together.
 TARGETS = ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj")
 
-#: How far a log-probability may be off, nats: recurrent state in float32 is off by less.
+#: The largest difference of log-probabilities, in nats. Recurrent state in float32 differs by less.
 ATOL = 5e-3
 
-#: The same where products are computed in bfloat16. Rows of other contexts are nats off.
+#: The same if products are computed in bfloat16. Rows of other contexts differ by whole nats.
 FOUR_BITS_ATOL = 0.3
 
-#: Those that bitsandbytes' kernels for CPUs can compute.
+#: The families that bitsandbytes' kernels for CPUs can compute.
 FOUR_BITS_SIZES = {
     **{"hidden_size": 64, "intermediate_size": 128},
     **{"num_attention_heads": 4, "num_key_value_heads": 4},
@@ -219,7 +219,7 @@ class OnHF(Program):
         noise = torch.Generator().manual_seed(0)
         for off in (0.0, *(1e-6,) * 8):
             model = copy.deepcopy(self.reference(query)).double()
-            model.set_experts_implementation("eager")  # others know no float64
+            model.set_experts_implementation("eager")  # other implementations have no float64
             for weight in model.parameters():
                 weight.mul_(1 + off * torch.randn(weight.shape, generator=noise))
             away = row_of(model, query.token_ids) - self.expected(query)

@@ -24,7 +24,7 @@ from tests.engines import rows_of
 from .families import small_family
 from .shapes import DEVICE, SHAPE, TOKENS
 
-#: A context, and a continuation of it that is scored.
+#: A context, and the continuation of it that is scored.
 Scored = tuple[Sequence[int], Sequence[int]]
 
 
@@ -106,7 +106,7 @@ class Pair:
 @torch.no_grad()
 def row_of(model: Any, context: Sequence[int]) -> torch.Tensor:
     """The row of a context in a model of transformers, ``[vocab_size]`` float64."""
-    # Copied only where it would remember the longest context: a copy takes longer than a row.
+    # Copied only if it would remember the longest context, because a copy takes longer than a row.
     config = model.config.get_text_config(decoder=True)
     if rope_scalings(config, "dynamic", "longrope"):
         model = copy.deepcopy(model)
@@ -135,7 +135,8 @@ def beside(model: Any, reference: Any, **options: Any) -> Pair:
 def unproven(model: Any, **options: Any) -> Pair:
     """An engine over a model, or over a new one of a configuration, beside a copy of it."""
     if isinstance(model, PretrainedConfig):
-        model = build(copy.deepcopy(model))  # the engine sets the attention of its model's
+        # The engine sets the attention of its own model's configuration.
+        model = build(copy.deepcopy(model))
     pair = beside(model, copy.deepcopy(model), **options)
     model.register_forward_pre_hook(
         lambda module, args, kwargs: pair.forwards.append(kwargs["input_ids"].numel()),
@@ -197,7 +198,7 @@ class Sweep:
     crossed: int = 0
 
 
-#: Where the sweep puts every threshold of a family.
+#: The value to which the sweep lowers every threshold of a family.
 FAR = 20
 
 
@@ -211,7 +212,7 @@ def sweep(family: str, **options: Any) -> Sweep:
             family, "not built", " ".join(f"{type(error).__name__}: {error}".split())[:300]
         )
     reference = copy.deepcopy(model)
-    if hasattr(reference, "set_attn_implementation"):  # fused attention may leave things out
+    if hasattr(reference, "set_attn_implementation"):  # fused attention may ignore some settings
         reference.set_attn_implementation("eager")
     try:
         pair = beside(model, reference, **options)
@@ -244,6 +245,6 @@ def sweep(family: str, **options: Any) -> Sweep:
                 worst = max(worst, float((score - cold).abs().nan_to_num(0.0).max()))
     if any(event["event"] == "kv.reuse_wrong" for event in events):
         done.why = "found out while it ran"
-    if worst > 5e-3:  # recurrent state in float32 is off by less
+    if worst > 5e-3:  # recurrent state in float32 differs by less
         done.outcome, done.why = "wrong", f"rows are {worst:.3g} off"
     return done

@@ -7,7 +7,7 @@ import os
 import torch
 from transformers import Lfm2Config, MambaConfig
 
-#: CONTRIBUTING.md gives another one.
+#: CONTRIBUTING.md names another variable.
 DEVICE = torch.device(os.environ.get("GENLM_TEST_DEVICE", "cpu"))
 
 TOKENS = 257  # every byte, and the end
@@ -25,7 +25,7 @@ SHAPE = {
     "pad_token_id": 256,
 }
 
-#: Keys and values from a latent, and experts.
+#: Keys and values computed from a latent, and experts.
 LATENT = {
     **SHAPE,
     "num_key_value_heads": 4,
@@ -57,7 +57,7 @@ QWEN3_NEXT = {
     "shared_expert_intermediate_size": 16,
 }
 
-#: Experts, and a layer that turns nothing by its position.
+#: Experts, and a layer without rotary embeddings.
 LLAMA4 = {
     **SHAPE,
     "head_dim": 8,
@@ -66,10 +66,10 @@ LLAMA4 = {
     "no_rope_layers": [1, 0],
 }
 
-#: Recurrent, and a hybrid: of state that cannot be cut.
+#: A recurrent model, and a hybrid, whose state cannot be truncated.
 MAMBA = MambaConfig(vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4)
 LFM2 = Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])
 
-#: Bytes of one context: two layers of a convolution's 4 and a recurrence's 4 columns, for 64
-#: channels of float32.
+#: The bytes of one context: two layers with 4 columns of a convolution and 4 of a recurrence, for
+#: 64 channels of float32.
 MAMBA_BYTES = 2 * 64 * (4 + 4) * 4

@@ -44,7 +44,7 @@ class Loader(torch.nn.Module):
 
     def load_weights(self, weights: Weights) -> None:
         for name, tensor in weights:
-            viewed = tensor.narrow(0, 0, 2).t()  # also of what it passes over
+            viewed = tensor.narrow(0, 0, 2).t()  # also of a tensor that the loader ignores
             if name in self.names:
                 self.load(self.weight, viewed)
 

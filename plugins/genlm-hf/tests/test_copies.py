@@ -59,11 +59,12 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Make:
         monkeypatch.setattr(engine_module, "choose_reuse", choose)
         monkeypatch.setattr(Computed, "broken", lambda self: set())
         monkeypatch.setattr(Evaluator, "FIRST_CHECK", 1 << 20)
-        # Scores and nested contexts look at once whether a row is NaN, which has no answer here.
+        # Scores and nested contexts look at once for NaN, which has no answer on this device.
         monkeypatch.setattr(Evaluator, "_without_later", lambda self, result, *rest: result)
         with META:
             model = AutoModelForCausalLM.from_config(config)
-        refuse = staticmethod(lambda model: None)  # weights on no device are refused elsewhere
+        # Other tests reject weights that are on no device.
+        refuse = staticmethod(lambda model: None)
         monkeypatch.setattr(HFEngine, "_refuse", refuse)
         engine = HFEngine(model, None, HFOptions.parse({"kv_cache_bytes": 1 << 30, **options}))
         if reuse is not ReuseMode.NONE:
@@ -137,7 +138,7 @@ def test_a_step_over_trunks_copies_once(
         [9, 9, 9],
     ]
     assert ask(engine, *mixed) == ONE
-    # Their slots are in another order, so the tokens over the first trunk are not neighbours.
+    # The slots are in another order, so the tokens over the first trunk are not neighbours.
     new_requests = [[*prompt, 7], [3, 4, 5], [*prompt, 1, 5, 6, 7, 8], [*other, 3, 5, 6]]
     assert ask(engine, *new_requests) == ONE
 
@@ -220,7 +221,7 @@ def test_a_step_launches_ten_kernels_more_than_transformers(
     """Also behind different prompts, however long."""
     engine = there(LLAMA)
     contexts = contexts_of(length, n)
-    for token in range(2):  # the table is large enough then
+    for token in range(2):  # by then, the table is large enough
         launched(engine, contexts)
         contexts = [[*one, token] for one in contexts]
     assert launched(engine, contexts) <= 10
@@ -241,7 +242,7 @@ def test_a_ragged_step_launches_two_kernels_a_layer_besides(there: Make) -> None
     """Whatever the number of contexts: on a GPU their attention is computed together."""
     engine = there(LLAMA)
     contexts = contexts_of(20, 100)
-    for _ in range(2):  # the table is large enough then
+    for _ in range(2):  # by then, the table is large enough
         launched(engine, contexts)
         contexts = [[*one, *range(1 + at % 5)] for at, one in enumerate(contexts)]
     assert launched(engine, contexts) <= 10 + 2 * LLAMA.num_hidden_layers
@@ -260,7 +261,7 @@ def test_a_fork_launches_ten_kernels_besides(n: int, there: Make) -> None:
 @pytest.mark.parametrize("shared", [2, 3])
 def test_further_trunk_launches_one_kernel_per_layer(shared: int) -> None:
     """Long prompts, from each of which some contexts go on."""
-    # Another one, because models on the device change theirs.
+    # Another model, because models on the device change their configuration.
     model = build(LlamaConfig.from_dict(LLAMA.to_dict()))
     counts = []
     for n in (4, 12):
@@ -269,7 +270,7 @@ def test_further_trunk_launches_one_kernel_per_layer(shared: int) -> None:
         for prompt in prompts:
             ask(engine, prompt)
         contexts = [[*prompt, at] for at in range(shared) for prompt in prompts]
-        for token in range(3):  # the table is large enough then
+        for token in range(3):  # by then, the table is large enough
             with Launched() as launched:
                 engine.genlm_step([Query(tuple(one)) for one in contexts], [], TOKENS)
             contexts = [[*one, token] for one in contexts]
@@ -292,7 +293,7 @@ def test_forks_from_the_middle_of_a_trunk_are_copied_together(
             asked = [[*prompt[:20], at] for at in range(n)]
             engine.genlm_step([Query(tuple(one)) for one in asked], [], TOKENS)
         counts.append(launched.count)
-    # Slots that are no neighbours are gathered.
+    # Slots that are not neighbours are gathered.
     assert counts[1] <= counts[0] + 4 * LLAMA.num_hidden_layers
 
 
@@ -331,7 +332,7 @@ def test_upload_rejects_indices_after_the_copy() -> None:
 def test_every_copy_to_the_device_is_counted() -> None:
     there = torch.empty(3, device=META)
     with counted() as counts:
-        torch.add(there, 1)  # no copy
+        torch.add(there, 1)  # this needs no copy
         torch.tensor([1], device=META)
         torch.tensor([1]).to(META)
         there[torch.tensor([1])]

@@ -54,7 +54,7 @@ SNAPSHOTS = {
     "qwen3-next": configs.Qwen3NextConfig(**QWEN3_NEXT),
     "bamba, which counts from 0 after a state": configs.BambaConfig(**BAMBA),
 }
-#: Its state has a name of its own.
+#: A model that returns its state under a name of its own.
 RWKV = configs.RwkvConfig(
     vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32
 )
@@ -77,18 +77,19 @@ def test_a_random_program(family: str) -> None:
     (chosen,) = [event for event in events if event["event"] == "kv.reuse_chosen"]
     assert chosen["reuse"] == reuse.value
     better = list(ReuseMode)[: list(ReuseMode).index(reuse)]
-    assert [*chosen["rejected"]] == [way.value for way in better]  # and each with its reason
+    # Each rejected mode has its reason.
+    assert [*chosen["rejected"]] == [way.value for way in better]
     assert all(chosen["rejected"].values())
     with capture_logs() as events:
         check_random_program(model, seed=family)
-    # and not because state is no longer used
+    # and not because state is no longer reused
     assert "kv.reuse_wrong" not in {event["event"] for event in events}
 
 
 def test_state_that_is_not_returned_is_not_kept() -> None:
     model = proven(RWKV)
     context = tuple(range(20))
-    assert model.engine.genlm_cache_prefix(Query(context))  # no harm, no use
+    assert model.engine.genlm_cache_prefix(Query(context))  # this is accepted without any effect
     model.forwards.clear()
     for grown in range(3):
         model.check((*context, *range(grown)))
@@ -152,8 +153,8 @@ def test_a_copy_of_a_model_that_is_open_shares_prompts_too() -> None:
     model.check((1, 2, 3), (1, 2, 4, 5))
 
 
-#: Prefixes are shared from a length within the window on, and from one beyond it; the long ones of
-#: single contexts are in trunks of their own.
+#: The lengths from which prefixes are shared: one within the window, and one beyond it, where the
+#: long prefixes of single contexts are in trunks of their own.
 SHARING_COSTS = [SharingCosts(sharing=1), SharingCosts(sharing=64, trunk=66)]
 
 

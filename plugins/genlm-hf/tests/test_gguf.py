@@ -82,7 +82,7 @@ def test_a_folder_with_a_gguf_file(folder: Path) -> None:
         row = lm.next_token_logprobs_sync(ids)
     with torch.inference_mode():
         expected = plain(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-    # transformers gives the tokenizer a token of its own, for which the model has no row.
+    # transformers adds a token of its own to the tokenizer, for which the model has no row.
     assert torch.allclose(row[: len(expected)], expected, atol=1e-4)
     assert (row[len(expected) :] == -float("inf")).all()
 
@@ -115,7 +115,7 @@ GEMMA_SIZES = {
     "query_pre_attn_scalar": 256, "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
 PLAIN = {"rope_type": "default", "rope_theta": 777.0}
-#: Configurations by their architecture in llama.cpp, and the further keys that it writes.
+#: Configurations by llama.cpp's architecture, and the further keys that it writes.
 SAID: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "llama 3.1": ("llama", LlamaConfig(**SIZES, rope_parameters=LLAMA3), {}),
     "llama, linear": (

@@ -14,7 +14,8 @@ from genlm.hf.engine import HFEngine
 from .families import small_family
 from .models import Pair, draw, unproven
 
-#: One whose state is in slots, packed; in slots, by equal lengths; in snapshots.
+#: One model for each way of keeping state: in slots, packed; in slots, by equal lengths; in
+#: snapshots.
 FAMILIES = ("llama", "bloom", "lfm2")
 
 

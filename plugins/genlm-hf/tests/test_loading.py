@@ -86,8 +86,8 @@ def test_multimodal_model_serves_text(family: str, tmp_path: Path) -> None:
             torch.testing.assert_close(row[: len(right)], right, atol=1e-4, rtol=0)
 
 
-#: As of models that see: what is said must be a list of parts, and a string leaves no trace; and as
-#: of others, which write what there is.
+#: Two kinds of templates: those of multimodal models, which need a list of parts and silently drop
+#: strings; and others, which write whatever they are given.
 IN_PARTS = (
     "{% for m in messages %}{{ m['role'] + ': ' }}{% for part in m['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %};{% endfor %}"
@@ -147,7 +147,7 @@ def test_the_type_is_the_users(tiny: str) -> None:
             {"bitsandbytes_opts": {"load_in_4bit": True}, "hf_opts": {"quantization_config": None}},
             "contradict",
         ),
-        # transformers would ignore it, and quantise nothing
+        # transformers would ignore the argument, and quantise nothing
         ({"bitsandbytes_opts": {"load_in_4bits": True}}, "did you mean 'load_in_4bit'?"),
         ({"bitsandbytes_opts": True}, "bitsandbytes_opts must be a dict of arguments; got True"),
         ({"compile_opts": True}, "compile_opts must be a dict of arguments; got True"),
@@ -179,7 +179,8 @@ def test_every_argument_of_from_pretrained_has_its_place() -> None:
 def test_model_is_found_in_the_users_cache_folder(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Else transformers asks the hub for an adapter, again and again, whatever it is told.
+    # Without this, transformers asks the hub for an adapter again and again, whatever its arguments
+    # say.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     snapshots = tmp_path / "models--org--tiny"
     (snapshots / "refs").mkdir(parents=True)
@@ -235,7 +236,7 @@ def test_a_closed_model_leaves_nothing_behind(
         with AsyncTransformer.from_name(tiny) as lm:
             lm.next_token_logprobs_sync(CONTEXT)
 
-    use()  # what imports leave
+    use()  # the first use allocates what imports keep
     before = left_behind()
     use()
     assert left_behind() == before

@@ -30,7 +30,8 @@ def test_adapters_present_at_load_are_kept(tiny: str, lora_folders: dict[str, st
     from peft import PeftModel
 
     model: Any = AutoModelForCausalLM.from_pretrained(tiny)
-    PeftModel.from_pretrained(model, lora_folders["a"]).eval()  # puts its layers into the model
+    # This puts PEFT's layers into the model.
+    PeftModel.from_pretrained(model, lora_folders["a"]).eval()
     before = model(torch.tensor([[1, 2, 3]])).logits
     engine = HFEngine(model, None)
     with pytest.raises(UnsupportedError, match="merge_and_unload"):
@@ -114,19 +115,20 @@ def test_missing_folder_is_reported_before_peft_is_imported(
 ) -> None:
     """To import PEFT takes seconds."""
     with AsyncTransformer.from_name(tiny) as lm:
-        monkeypatch.setitem(sys.modules, "peft", None)  # to import it is an error now
+        monkeypatch.setitem(sys.modules, "peft", None)  # importing it now raises an error
         with pytest.raises(
             InvalidAdapterError, match=r"no/such/folder/adapter_config\.json does not exist"
         ):
             lm.add_new_lora("no/such/folder", "a")
 
 
-# PEFT says so of every module where the active one is removed.
+# PEFT would warn of every module if the active adapter is removed.
 @pytest.mark.filterwarnings("error:Adapter .* was active")
 def test_the_base_model_stays_itself_in_whatever_order_adapters_come_and_go(
     tiny: str, lora_folders: dict[str, str]
 ) -> None:
-    orders = itertools.permutations("ab")  # they adapt different modules: PEFT wraps some later
+    # The adapters change different modules, so PEFT wraps some only later.
+    orders = itertools.permutations("ab")
     with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
         base = lm.next_token_logprobs_uncached(CONTEXT)
 

@@ -39,7 +39,7 @@ def test_kind(tiny: str, tmp_path: Path, kind: Kind) -> None:
         trainable = [parameter.requires_grad for parameter in model.parameters()]
         found = outcome(lm, case, 1e-4, forwards)
     assert found == tabled(kind, "hf", found)
-    # The user's model is what it was, to the bit.
+    # The user's model is identical to before, bit for bit.
     assert [(name, type(module)) for name, module in model.named_modules()] == modules
     assert [parameter.requires_grad for parameter in model.parameters()] == trainable
     after = model.state_dict()
@@ -50,7 +50,7 @@ def test_kind(tiny: str, tmp_path: Path, kind: Kind) -> None:
 def tensor_bytes() -> int:
     """The bytes of all tensors of this process, shared ones counted once."""
     gc.collect()
-    # Of no other type: torch.compile keeps some that have no memory.
+    # Only plain tensors are counted, because torch.compile keeps some that have no memory.
     kinds = (torch.Tensor, torch.nn.Parameter)
     tensors = [found for found in gc.get_objects() if type(found) in kinds]
     storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
@@ -72,7 +72,7 @@ def test_removing_an_adapter_frees_its_memory(tiny: str, tmp_path: Path) -> None
         if kind.name in TAKES_MEMORY
     ]
     assert len(folders) == len(TAKES_MEMORY)
-    gc.freeze()  # a million objects, in which nothing of what follows is
+    gc.freeze()  # a million objects that need not be searched for leaks
     with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
 
         def use(folder: str) -> None:
@@ -84,7 +84,7 @@ def test_removing_an_adapter_frees_its_memory(tiny: str, tmp_path: Path) -> None
             lm.remove_lora("a")
             lm.clear_kv_cache()
 
-        use(folders[0])  # the first adapter also brings what is kept for all
+        use(folders[0])  # the first adapter also allocates what is kept for all
         remove()
         before = tensor_bytes()
         for folder in folders:
@@ -237,4 +237,5 @@ def test_layers_that_flatten_a_padded_batch_get_adapters_per_token(
     with AsyncTransformer.from_name(str(folder), cache_size=0, kv_cache_bytes=0) as lm:
         model: Any = lm.underlying_model
         model.register_forward_pre_hook(lambda *_: forwards.append(1))
-        assert outcome(lm, case, 1e-4, forwards) == "right"  # of one forward, not one by one
+        # The rows come from one forward, and not one by one.
+        assert outcome(lm, case, 1e-4, forwards) == "right"

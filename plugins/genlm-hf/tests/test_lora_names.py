@@ -162,7 +162,7 @@ def test_adapter_for_part_of_joined_modules_is_refused(tmp_path: Path) -> None:
     check_refused(model, tmp_path, r"cannot be converted.*without also targeting w3")
 
 
-#: Where transformers 4 has the text model, and where it is in a text model alone.
+#: The place of the text model in transformers 4, and its place in a text model alone.
 FORMER, ALONE = "language_model.model.", "model."
 
 
@@ -173,7 +173,7 @@ def llava() -> Any:
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=250)
     torch.manual_seed(0)
     base = LlavaForConditionalGeneration(config).eval()
-    for parameter in base.parameters():  # its rows are far from uniform
+    for parameter in base.parameters():  # makes rows far from uniform
         if parameter.ndim > 1:
             parameter.data.normal_(0, 0.15)
     return base.to(DEVICE)

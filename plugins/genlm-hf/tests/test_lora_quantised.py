@@ -58,7 +58,7 @@ def test_rows_with_adapters_and_without(how: str, tiny: str, lora_folders: dict[
                 logits = expected(input_ids=torch.tensor([CONTEXT]), use_cache=False).logits[0, -1]
             plain = expected.unload()
             assert (given - base).abs().max() > 1.0
-            # Rounding of activations, to 8 bits or to bfloat16.
+            # The tolerance for activations rounded to 8 bits or to bfloat16.
             torch.testing.assert_close(given, logits.log_softmax(-1), atol=0.2, rtol=0)
         for adapter in adapters:
             engine.genlm_remove_lora(adapter)
@@ -70,7 +70,8 @@ def test_rows_with_adapters_and_without(how: str, tiny: str, lora_folders: dict[
     [
         ("8 bits", {"use_dora": True}, "DoRA.*quantised"),
         ("4 bits", {"modules_to_save": ["down_proj"]}, "trained whole.*quantised"),
-        ("8 bits", {"modules_to_save": ["n_proj"]}, "trained whole.*quantised"),  # ends so
+        # The name is the end of another.
+        ("8 bits", {"modules_to_save": ["n_proj"]}, "trained whole.*quantised"),
     ],
 )
 def test_unsupported_adapters_of_quantised_weights_are_rejected(

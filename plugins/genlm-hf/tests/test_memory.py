@@ -35,7 +35,7 @@ from .models import beside, build, draw, llama_config, proven
 
 pytestmark = pytest.mark.any_version
 
-#: As PyTorch says it on a CPU, where it has no kind of its own for this.
+#: PyTorch's message on a CPU, for which it has no class of error.
 ON_CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes")
 
 
@@ -54,7 +54,7 @@ def failing(
             raise error or torch.OutOfMemoryError("out of memory")
         return forward(*args, **kwargs)
 
-    module.forward = refuse  # not a hook, which the engine would try first
+    module.forward = refuse  # not by a hook, which the engine would try first
     try:
         yield
     finally:
@@ -102,7 +102,7 @@ def test_default_budget_is_a_quarter_of_available_memory(
     monkeypatch.setattr(kit_memory, "Path", lambda _: said)
     pages = {"SC_AVPHYS_PAGES": 1 << 18, "SC_PAGE_SIZE": 1 << 12}
     monkeypatch.setattr(kit_memory.os, "sysconf", pages.__getitem__)
-    assert budget_module.budget(None, cpu) == 1 << 28  # as macOS says it
+    assert budget_module.budget(None, cpu) == 1 << 28  # macOS reports memory this way
     for kib, bytes_ in ((1 << 20, 1 << 28), (1 << 30, 1 << 32)):  # 4 GiB at most
         said.write_text(f"MemTotal: {2 * kib} kB\nMemFree: 9 kB\nMemAvailable: {kib} kB\n")
         assert budget_module.budget(None, cpu) == bytes_
@@ -204,7 +204,7 @@ def test_trunks_are_merged(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None
     assert_nothing_stays(model)
 
 
-#: A token whose state is no number.
+#: A token whose state is NaN.
 BAD = 200
 
 
@@ -234,7 +234,7 @@ def test_nan_state_reaches_no_other_context(llama: Any) -> None:
     damage(llama)
     tokens = range(8)
     assert all(llama.errors(*((at, BAD, *[at] * 20) for at in tokens)))
-    llama.check((1, 2), (3,) * 12)  # beside a longer one
+    llama.check((1, 2), (3,) * 12)  # together with a longer one
     for length in range(3, 8):
         llama.check(*((50 + at,) * (length + 2 * at % 7) for at in tokens))
     error, right = llama.errors((0, BAD, *[0] * 21), (5, 6, 7))
@@ -270,14 +270,14 @@ def test_nan_padding_leaves_contexts_right(
     llama = proven(llama_config())
     for one in (llama.engine.model, llama.reference):
         with torch.no_grad():
-            one.get_input_embeddings().weight[0] = float("inf")  # padding is of token 0
+            one.get_input_embeddings().weight[0] = float("inf")  # padding uses token 0
     llama.check((1, 2, 3), (4, 5, 6, 7, 8), (9,) * 6)
 
 
 def test_overflow_error_names_the_type_and_a_wider_one() -> None:
     llama = beside(build(llama_config()).half(), None)
     damage_one(llama.engine.model)
-    for _ in range(8):  # also later, when the core looks at no row any more
+    for _ in range(8):  # also later, when the core no longer checks rows
         (error,) = llama.errors((1, 2, BAD, 3))
         assert "NaN in torch.float16 for the context [1, 2, 200, 3] of 4 tokens" in str(error)
         assert "load it with dtype='bfloat16' or 'float32'" in str(error)
@@ -341,7 +341,7 @@ def test_nan_forward_leaves_known_state_right(llama: Any) -> None:
         lambda: llama.check_scores((whole[:30], whole[30:])) is None,
     ):
         llama.check(whole)
-        layer.forward = once  # not a hook, which the engine would try first
+        layer.forward = once  # not by a hook, which the engine would try first
         assert again()
         llama.check((*whole, 1), (*whole, 2), (*whole[:35], 3))
 
@@ -352,7 +352,7 @@ def test_a_pool_that_cannot_grow_is_emptied(llama: Any, monkeypatch: pytest.Monk
     slabs = itertools.count()
 
     def refuse(parts: Sequence[Part], states: torch.Tensor) -> Slab:
-        if states.shape[1] > 4 and next(slabs) % 2:  # the first slab has been moved already
+        if states.shape[1] > 4 and next(slabs) % 2:  # the first slab has already been moved
             raise torch.OutOfMemoryError("out of memory")
         return Slab(parts, states)
 

@@ -30,7 +30,7 @@ def verdict(engine: Any, clause: str) -> Any:
 def test_a_faulty_model_fails_its_clause(name: str) -> None:
     found = verdict(MUTANTS[name].engine, MUTANTS[name].breaks)
     assert found.status == "failed", found.detail
-    # An engine that cannot answer is a mutant that has died, not one that was caught.
+    # A mutant whose engine cannot answer has died; it was not caught.
     assert "EngineError" not in found.detail
 
 

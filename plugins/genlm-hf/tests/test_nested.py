@@ -20,8 +20,8 @@ from .test_families import RWKV
 
 pytestmark = pytest.mark.any_version
 
-#: Any chunks in one forward, also where windows end within one; the same without trunks; and
-#: forwards of equal lengths alone.
+#: Three modes: any chunks in one forward, with windows that end within a chunk; the same without
+#: trunks; and forwards of equal lengths only.
 CONFIGS = {
     "shared": LlamaConfig(**SHAPE),
     "windows": MistralConfig(**SHAPE, sliding_window=7),
@@ -43,7 +43,8 @@ def test_all_prefixes_of_a_text_cost_as_much_as_the_text(
     model.check(*prefixes[::-1])
     assert sum(model.forwards) == len(text)
     model.forwards.clear()
-    model.check(*[(*prefix, 7) for prefix in prefixes[:10:3]])  # which go on from within it
+    # These start from the state within the text.
+    model.check(*[(*prefix, 7) for prefix in prefixes[:10:3]])
     assert sum(model.forwards) == 4
 
 
@@ -134,7 +135,7 @@ def test_candidates_cost_the_tokens_of_their_prefix_tree(config: PretrainedConfi
     asked = [(context, (*common[: 30 - at], at, 7, 8)) for at in range(6)]
     asked += [(context, one[1][:-1]) for one in asked] + [((*context, *common[:4]), common[4:])]
     model.check_scores(*asked)
-    # Each leaves the longest before its last tokens, of which one has no row to give.
+    # Each leaves the longest before its last tokens, one of which gives no row.
     assert sum(model.forwards) <= 20 + 32 + 5 * 3
     model.forwards.clear()
     model.check_scores(*[(context, (token, 3, 4)) for token in range(4)])

@@ -115,7 +115,7 @@ def test_scores_take_one_forward_where_embeddings_are_padded() -> None:
     with AsyncTransformer(model, ByteTokenizer()) as lm:
         rows = [lm.next_token_logprobs_uncached(text[:at]) for at in range(9, 60)]
         right = torch.stack(rows)[range(51), text[9:]]
-        lm.sequence_logprobs_sync(text[1:10], text[9:])  # proves scores of this length
+        lm.sequence_logprobs_sync(text[1:10], text[9:])  # scores of this length are then proven
         forwards: list[int] = []
         model.register_forward_hook(lambda _, __, given: forwards.append(given.logits.shape[-1]))
         scores = lm.sequence_logprobs_sync(text[:9], text[9:])

@@ -32,9 +32,9 @@ WHISPER = {
 MPT = {"vocab_size": TOKENS, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 38}
 GPT2 = {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 38}
 OPT = {**SHAPE, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 38}
-#: Its configuration counts the places of its table that come before the first position.
+#: The configuration counts the places of the table that come before the first position.
 ROBERTA = {**SHAPE, "max_position_embeddings": 40, "is_decoder": True, "pad_token_id": 1}
-#: Their tables have 38 places.
+#: The tables of these models have 38 places.
 TABLES: dict[str, dict[str, Any]] = {
     "Whisper": WHISPER,
     "Mpt": MPT,

@@ -157,7 +157,7 @@ def rounding(config: Any) -> Any:
     for part in model.modules():
         if isinstance(part, torch.nn.Linear) and part is not model.get_output_embeddings():
             part.register_forward_pre_hook(rounded)
-    model.hf_quantizer = object()  # what transformers' own have
+    model.hf_quantizer = object()  # transformers' own quantised models have one
     return model
 
 
@@ -177,7 +177,7 @@ def test_layers_that_round_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: Runner, *args: Any, run: Any = Runner.packed) -> torch.Tensor:
         return run(self, *args) * 1.02
 
-    # Its own rows do not show this, those of the scaled copy do.
+    # The model's own rows do not show the error, but those of the scaled copy do.
     monkeypatch.setattr(Runner, "packed", wrong)
     assert HFEngine(rounding(config), None).reuse not in (ReuseMode.SHARED, ReuseMode.PACKED)
 

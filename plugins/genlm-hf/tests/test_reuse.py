@@ -124,12 +124,12 @@ def limited(request: pytest.FixtureRequest) -> Callable[..., Any]:
 def test_a_pinned_prompt_outlives_pressure(limited: Callable[..., Any]) -> None:
     model = limited(3)
     prompt, *others = draw(9, 30)
-    model.ask(prompt, others[0])  # perhaps with one state for both
+    model.ask(prompt, others[0])  # one state may hold both contexts
     model.engine.genlm_cache_prefix(Query(prompt))
     model.forwards.clear()
     model.engine.genlm_cache_prefix(Query(prompt))  # as the core does after a failure
     assert model.forwards == []
-    model.check(prompt)  # computed again, for its row
+    model.check(prompt)  # the prompt is computed again, for its row
     for other in others:
         model.check(other)
     model.forwards.clear()
@@ -245,7 +245,7 @@ def test_score_computes_only_unknown_tokens(llama: Any) -> None:
     llama.ask(context)
     llama.forwards.clear()
     llama.check_scores((context, (1, 2, 3, 4)))
-    # The context's last token, and all but the last of the continuation.
+    # The last token of the context, and all but the last token of the continuation.
     assert llama.forwards == [4]
 
 

@@ -20,7 +20,7 @@ from genlm.kit.scaled_copy import Threshold, small_config, small_model, threshol
 from . import shapes
 from .models import draw, sweep, unproven
 
-#: Others are in test_thresholds.py; all of them are in costly_sweep.py.
+#: Other families are in test_thresholds.py, and all of them in costly_sweep.py.
 FAMILIES = ["gemma3_text", "gpt_neo", "roberta", "moshi"]
 
 SHAPE = {**shapes.SHAPE, "max_position_embeddings": 4096}
@@ -88,11 +88,11 @@ class Settings(dict[str, Any]):
             {"num_layers": 4, "layer_types": ["full", "sliding", "sliding", "full"]},
             {"num_layers": 2, "layer_types": ["full", "sliding"]},
         ),
-        (  # a kind whose layers are numbered
+        (  # a kind whose layers are listed by number
             {"num_layers": 5, "attn_layer_indices": [2, 4]},
             {"num_layers": 2, "attn_layer_indices": [1]},
         ),
-        (  # what is said of single layers
+        (  # settings for single layers
             {"num_layers": 4, "per_layer_config": {"2": {"heads": 3}, "3": {"heads": 3}}},
             {"num_layers": 2, "per_layer_config": {1: {"heads": 3}}},
         ),

@@ -52,15 +52,15 @@ def test_common_prefix_of_several_contexts_is_computed_once(model: Any) -> None:
     model.check(*[(*prompt, token) for token in range(8)])
     assert model.forwards == [40, 8]
     model.check(*[(*prompt, token, 5) for token in range(20, 28)])
-    # From the prompt, which nobody has asked for.
+    # They start from the prompt, which was not itself requested.
     assert model.forwards[2:] == further(model, 8, 2)
     model.forwards.clear()
     model.check_scores(*((scored, (token, 2, 3)) for token in range(4)))
-    # The prompt's last token has a row in each.
+    # In each of them, the row of the prompt's last token is read.
     assert model.forwards == [39, *further(model, 4, 3)]
     model.forwards.clear()
     model.check(other, (*other, 1, 2, 3), (*other, 1, 2), (*other, 1), (*prompt, 20, 5, 7))
-    # Itself asked for; rows on the way to the longest are read there.
+    # The prompt is itself requested; rows on the way to the longest context are read there.
     assert sorted(model.forwards) == sorted([1, 60, *further(model, 1, 3)])
 
 
@@ -76,14 +76,14 @@ def test_row_of_a_prefix_is_read_while_computing_the_longer_context(model: Any) 
     model.check(*[text[:length] for length in range(1, 41)])
     assert model.forwards == [40]
     model.forwards.clear()
-    model.check((*text[:20], 5), (*text[:32], 5))  # there are no snapshots of these
+    model.check((*text[:20], 5), (*text[:32], 5))  # these contexts have no snapshots
     model.check(*[(*text, 1, 2, 3, 4)[:length] for length in (40, 41, 43, 44)])
 
 
 def test_long_route_is_divided_if_a_forward_is_cheaper(model: Any) -> None:
     (text,) = draw(1, 80)
     model.check(text, text[:40])
-    if model.engine.reuse is ReuseMode.STEPWISE:  # it is computed whole in any case
+    if model.engine.reuse is ReuseMode.STEPWISE:  # then it is computed whole in any case
         assert model.forwards == [40, 80]
     else:
         assert model.forwards == [40, 40]
@@ -121,7 +121,7 @@ def test_fork_of_a_known_context_computes_the_prefix_once_more(model: Any) -> No
         model.check((*prompt, token, 5))
     assert model.forwards == [62, 60, *further(model, 1, 2) * 3]
     model.forwards.clear()
-    model.check((*prompt[:50], 5))  # goes back
+    model.check((*prompt[:50], 5))  # return to an earlier context
     assert model.forwards == [50, 1]
 
 
@@ -242,12 +242,13 @@ def test_contexts_run_by_equal_length_if_ragged_rows_are_wrong(monkeypatch: Any)
 
 @pytest.mark.any_version
 def test_windows_between_convolutions() -> None:
-    found = sweep("inkling_text")  # each window's cache holds its length, which has no rows
+    found = sweep("inkling_text")  # the cache of each window holds its length, which has no rows
     assert (found.outcome, found.reuse, found.why) == ("right", "snapshots", "")
 
 
 def test_window_snapshot_holds_only_its_own_memory() -> None:
-    pair = unproven(small_family("inkling_text", 20), kv_cache_bytes=160_000)  # 50,944 each
+    # Each snapshot has 50,944 bytes.
+    pair = unproven(small_family("inkling_text", 20), kv_cache_bytes=160_000)
     prompts = [tuple(token % 50 for token in prompt) for prompt in draw(3, 300)]
     for prompt in prompts:
         pair.check(prompt)
@@ -282,7 +283,7 @@ def test_scores_of_candidates_with_a_common_prefix_share_it(model: Any) -> None:
     model.ask(context[:-1])
     model.forwards.clear()
     model.check_scores(*((context, (*common[: 30 - at], at, 7)) for at in range(6)))
-    # From where each would be computed
+    # the start from which each would be computed
     start = 0 if model.engine.reuse is ReuseMode.STEPWISE else 39
     assert sum(model.forwards) < 0.6 * sum(71 - at - start for at in range(6))
 
@@ -292,9 +293,9 @@ def test_the_least_recently_used_goes_first() -> None:
     first, second, third = draw(3, 20)
     for prompt in (first, second, third):
         model.ask(prompt)
-    model.ask((*first, 1))  # the second goes
+    model.ask((*first, 1))  # this evicts the second context
     model.forwards.clear()
-    model.check((*first, 2))  # the third goes
+    model.check((*first, 2))  # this evicts the third context
     model.check((*second, 1))
     assert model.forwards == [1, 21]
 
@@ -310,7 +311,8 @@ def test_lack_of_memory_shrinks_forwards(model: Any) -> None:
 
     hook = model.engine.model.register_forward_pre_hook(refuse, with_kwargs=True)
     model.forwards.clear()
-    model.check(*[(*prompt, 1) for prompt in prompts])  # dropped, and computed again in halves
+    # State is dropped, and rows are computed again in halves.
+    model.check(*[(*prompt, 1) for prompt in prompts])
     assert model.forwards[-2:] == [42, 42]
     hook.remove()
     model.forwards.clear()
@@ -340,4 +342,5 @@ def test_adapters_do_not_share_snapshots(model: Any, tmp_path: Path) -> None:
     model.engine.genlm_remove_lora(adapter)
     with adapted.disable_adapter():
         model.check(grown)
-    assert model.forwards == [1]  # what the base model shared a forward with is forgotten alone
+    # Only the states that shared a forward with the base model are forgotten.
+    assert model.forwards == [1]

@@ -33,7 +33,7 @@ from .test_families import SHARED
 
 pytestmark = pytest.mark.any_version
 
-#: One of each kind of attention that has a slot for each context.
+#: One model for each kind of attention that has a slot for each context.
 KINDS = {**SHARED, "deepseek3, latent attention": configs.DeepseekV3Config(**LATENT)}
 
 LLAMA = llama_config(max_position_embeddings=600)
@@ -195,7 +195,7 @@ def test_a_resized_pool(operators: Operators) -> None:
     steps = Steps(static(LLAMA), operators)
     assert steps.replayed(6) == 3
     steps.pair.check(*draw(20, 30, seed=3))
-    assert steps.replayed(4) == 3  # once by Python, before it is recorded again
+    assert steps.replayed(4) == 3  # the first one runs in Python, before it is recorded again
     steps.pair.engine.genlm_clear_kv_cache()
     assert not operators.nbytes
     steps.pair.check(*steps.contexts)

@@ -53,7 +53,7 @@ def test_rows_around_the_ends_of_chunks(chunked: Any, length: int) -> None:
     assert max(chunked.forwards) <= CHUNK
     assert sum(chunked.forwards) == length, "nothing is computed twice"
     grown = prompt
-    for token in range(CHUNK + 1):  # rows that go on from chunks
+    for token in range(CHUNK + 1):  # rows that continue from chunks
         grown = (*grown, token)
         assert chunked.step(grown)
     chunked.step((*prompt[: length // 2], 7), (*prompt[: CHUNK - 1], 8), (*prompt, 9))
@@ -144,7 +144,7 @@ def test_failing_chunk_leaves_the_engine_usable(chunked: Any) -> None:
     def refuse(*given: object) -> None:
         raise RuntimeError("a kernel failed")
 
-    hook = head.register_forward_pre_hook(refuse)  # all layers have written their state by then
+    hook = head.register_forward_pre_hook(refuse)  # by then, all layers have written their state
     with pytest.raises(RuntimeError, match="a kernel failed"):
         chunked.step(*grown)
     hook.remove()
@@ -157,7 +157,7 @@ def test_failing_chunk_leaves_the_engine_usable(chunked: Any) -> None:
 @pytest.mark.parametrize("room", [0, 40, 120, 200])
 def test_state_lost_for_lack_of_memory_is_computed_again(room: int) -> None:
     """With room for that many positions; every step brings a context that drives out others."""
-    position = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, their size, bytes
+    position = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head size, bytes
     model = proven(llama_config(), max_batch_tokens=CHUNK, kv_cache_bytes=room * position)
     (prompt,), others = draw(1, 150), draw(20, 15, seed=1)
     answered = model.step(prompt)
@@ -212,7 +212,7 @@ def test_output_layer_computes_only_wanted_rows_and_direct_calls_get_all(
     llama.engine.model.get_output_embeddings().register_forward_hook(
         lambda module, args, logits: computed.append(logits[..., 0].numel())
     )
-    llama.check(*draw(1, 5))  # tries the new hook first
+    llama.check(*draw(1, 5))  # this tries the new hook first
     computed.clear()
     llama.check(*draw(3, 20))
     assert computed == [3]

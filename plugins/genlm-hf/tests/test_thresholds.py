@@ -16,7 +16,7 @@ from tests.engines import rows_of
 from .models import build, draw, unproven
 from .shapes import LATENT, LLAMA4, SHAPE, TOKENS
 
-#: Where attention changes.
+#: The length from which attention changes.
 LENGTH = 20
 SPARSE = {**LATENT, "index_topk": LENGTH, "index_n_heads": 2, "index_head_dim": 16}
 TUNED = {
@@ -66,7 +66,7 @@ def test_rows_and_scores_on_both_sides_of_a_threshold(family: str) -> None:
     model.check(whole)
     (text,) = draw(1, 3 * LENGTH, seed=1)
     stops = (1, 7, LENGTH - 1, LENGTH, LENGTH + 1, 2 * LENGTH, 3 * LENGTH)
-    model.check(*[text[:stop] for stop in stops])  # together
+    model.check(*[text[:stop] for stop in stops])  # in one batch
     spans = (
         (1, LENGTH),
         (3, 3 * LENGTH),
@@ -105,7 +105,7 @@ def test_unannounced_threshold_is_found_and_limits_reuse(wrong_beyond_100: Any) 
     model.check((*whole[:40], 1))
     assert model.forwards == [1]
     with capture_logs() as events:
-        model.check(whole[:140], whole[:50])  # found out, and computed again
+        model.check(whole[:140], whole[:50])  # the error is found, and the rows are computed again
         for stop in range(150, 200, 7):
             model.check(whole[:stop], whole[: stop - 60])
     (event,) = [event for event in events if event["event"] == "kv.reuse_wrong"]
@@ -176,7 +176,7 @@ def test_unsuitable_models_are_rejected_and_unchanged(kind: Any, config: Any, wh
 @pytest.mark.parametrize("training", [True, False])
 def test_closing_restores_the_training_mode(training: bool) -> None:
     model = build(configs.LlamaConfig(**SHAPE)).train(training)
-    model.lm_head.train(not training)  # a part of its own mode, as a frozen one has
+    model.lm_head.train(not training)  # a part may have a mode of its own, as a frozen one does
     engine = HFEngine(model, None)
     assert not any(module.training for module in model.modules())
     engine.genlm_close()

@@ -18,7 +18,7 @@ from genlm.kit.tokenizer_files import follow_file
 
 END = "<|endoftext|>"
 
-#: Numbers in threes, and line breaks by themselves.
+#: Digits in groups of three, and line breaks separate.
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEXT = "2023\n\nx"
 

@@ -23,7 +23,7 @@ class TestTrust(TrustSuite):
         """Or the traps above would show nothing."""
         canary = made["auto_map of an unknown type"]
         assert not canary.sprung
-        with pytest.raises(Exception, match="Canary"):  # the code of the trap is no configuration
+        with pytest.raises(Exception, match="Canary"):  # the canary's code is not a configuration
             load_model_by_name(str(canary.folder), "hf", {"hf_opts": {"trust_remote_code": True}})
         assert canary.sprung
         Path(canary.mark).unlink()

@@ -142,7 +142,7 @@ def test_ignored_window_is_found_by_longer_contexts(windowed):
     )
     assert [one.passed for one in reports[0].compared] == [True, False]
     (why,) = reports[0].left_out
-    assert why.startswith("a scaled copy: other does not serve it")  # it has no plugin
+    assert why.startswith("a scaled copy: other does not serve it")  # the backend has no plugin
 
 
 def test_changes_by_options_are_compared_too(windowed):
@@ -211,7 +211,7 @@ def test_rejected_engine_is_closed(biased):
 def test_by_default_a_proof_is_remembered_until_the_folder_changes(
     windowed, tmp_path, logged, monkeypatch
 ):
-    monkeypatch.setattr(loading, "PATIENCE", None)  # a busy machine takes its time
+    monkeypatch.setattr(loading, "PATIENCE", None)  # a busy machine may be slow
     folder = tmp_path / "model"
     shutil.copytree(windowed, folder)
 
@@ -393,7 +393,8 @@ def test_weights_that_are_read_layer_by_layer_give_the_same_rows(windowed, tmp_p
     for rows, others in zip(whole, by_layer, strict=True):
         np.testing.assert_array_equal(rows, others)
     model = load(Source(str(windowed), {}, IN_MEMORY + 1, str(tmp_path)))
-    assert {each.device.type for each in model.parameters()} == {"meta"}  # the others are on disk
+    # The other weights are on disk.
+    assert {each.device.type for each in model.parameters()} == {"meta"}
 
 
 def test_tolerance_is_lower_for_nearly_uniform_rows(tmp_path):
@@ -405,7 +406,7 @@ def test_tolerance_is_lower_for_nearly_uniform_rows(tmp_path):
     reports: list[Report] = []
     other = Other.with_(folder)
     load_verified(subject(folder), True, lambda _: other)
-    other.model.lm_head.weight.data.mul_(0.5)  # as a logit scale that is left out
+    other.model.lm_head.weight.data.mul_(0.5)  # like a logit scale that is ignored
     load_verified(subject(folder), reports.append, lambda _: other)
     assert [one.passed for one in reports[0].compared] == [False]
     assert reports[0].compared[0].apart < 0.02

@@ -26,8 +26,8 @@ from tests.fixtures import *  # noqa: F403
 from tools.tiny import write_tokenizer
 
 if sys.platform == "linux":
-    # MLX, imported after this, finds PyTorch's BLAS before the slow one in its own wheel: the real
-    # model needs it.
+    # Imported first, so that MLX finds PyTorch's BLAS before the slow one in its own wheel, which
+    # the real model needs.
     ctypes.CDLL(
         str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL
     )
@@ -63,11 +63,11 @@ FALCON_H1 = {
 
 LLAMA = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-    "max_position_embeddings": 1100,  # beyond 1,024: then a context is computed in two chunks
+    "max_position_embeddings": 1100,  # more than 1,024, so that a context is computed in two chunks
 }
 
 #: One tiny model for each way of keeping state: plain, with absolute positions, rotating, with
-#: windows that mlx-lm has not, recurrent, and hybrids.
+#: windows that mlx-lm lacks, recurrent, and hybrids.
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES, **HEADS, **LLAMA),
     "gpt2": GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=256),
@@ -96,7 +96,7 @@ def make_model(config: Any, folder: Path) -> Path:
 def save_model(model: Any, folder: Path) -> Path:
     """A folder with a model and a tokenizer of the 256 bytes."""
     model.save_pretrained(folder)
-    if model.config.model_type == "gpt2":  # as on the hub, which is what mlx-lm reads
+    if model.config.model_type == "gpt2":  # in the hub's layout, which mlx-lm reads
         weights = load_file(folder / "model.safetensors")
         weights = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
         save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -14,7 +14,7 @@ del TestMlx  # pytest would collect it here, too
 
 
 def loaded(folder: str, dtype: str) -> Any:
-    return load(folder, {})  # in the type of its weights
+    return load(folder, {})  # in the type of the model's weights
 
 
 class TestSoundLoads(EverySoundLoad):

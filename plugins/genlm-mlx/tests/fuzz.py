@@ -25,14 +25,15 @@ from tests.programs import constants
 
 from .watched import Watched
 
-#: How far log-probabilities may be from transformers'; recurrent state adds up roundings, and the
-#: angles of thousands of positions are rounded otherwise (cold rows are as far off).
+#: The largest difference from transformers' log-probabilities. Recurrent state accumulates
+#: rounding, and the angles of thousands of positions are rounded differently; cold rows differ by
+#: as much.
 CLOSE, RECURRENT, FAR = 2e-3, 1e-2, 1e-2
 
 #: The longest context.
 LONGEST = 3000
 
-#: Constants of the stores, each with values on both sides of what short programs reach.
+#: Constants of the stores, each with values that short programs reach and do not reach.
 CONSTANTS = {
     "genlm.mlx.store.MAX_TOKENS_BEFORE_LAST": [0, 4, 1000],
     "genlm.mlx.store.MOST_PRODUCTS": [1 << 9, 1 << 21],
@@ -139,7 +140,7 @@ def program(
         kept, settings = engine.store, None
         kind: Any = type(kept)
         if any(hasattr(layer, "max_size") for layer in engine._runner.empty_cache()):
-            kind = source.choice([Store, Blocks])  # both can hold windows
+            kind = source.choice([Store, Blocks])  # both stores can hold windows
         if kind is Store:
             settings = source.choice(SHARING_COSTS)
         elif kind is Blocks:
@@ -160,4 +161,4 @@ def program(
         except BaseException as error:
             error.add_note(f"{reference.folder.name}, {options}, {settings}")
             raise
-        engine.genlm_clear_kv_cache()  # closing would end this thread's streams
+        engine.genlm_clear_kv_cache()  # closing would clear this thread's streams

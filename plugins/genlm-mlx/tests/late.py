@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-#: They call ``wait`` at the end of their threads, and name these ``threads``.
+#: Threads that call ``wait`` when they end.
 BEGIN = """
 import os, sys, threading
 import __main__  # held by itself, or its objects would not be deleted

@@ -117,7 +117,7 @@ def test_the_places_of_drafts_cost_the_drafts(folders: Folders, family: str, cou
         ]
         tokens += sum(tried.ask(*(one for draft in drafts for one in draft)))
         particles = [(*draft[at % 5], 7) for at, draft in enumerate(drafts)]
-    assert tokens <= 10 * count * 9  # of which the drafts are five
+    assert tokens <= 10 * count * 9  # five of these are the drafts
 
 
 @pytest.mark.parametrize("family", ["gemma3", "lfm2"])
@@ -154,7 +154,8 @@ def test_candidates_share_forwards_and_rows_are_read_on_the_way(
     places = [[*dict.fromkeys(keys)].index(key) for key in keys]
     found = logprobs_of(in_order(parts))
     assert mx.abs(found - expected[mx.array(places)]).max().item() < 1e-4
-    tried.ask(*[(*prompt, *tail, 3) for tail in tails])  # from where the candidates end
+    # From the states at which the candidates end.
+    tried.ask(*[(*prompt, *tail, 3) for tail in tails])
     assert tried.model.forwards == [8]
 
 
@@ -227,7 +228,8 @@ def test_a_fork_evicts_no_block_that_it_needs(folders: Folders) -> None:
     assert len(tried.kept) == 12
     forked = [(*key, token) for group in groups[:2] for key in group[:2] for token in (1, 2)]
     assert tried.ask(*forked) == [8]
-    assert tried.kept.nbytes <= 4 * sized.kept.nbytes  # what was forked, and two blocks aside
+    # The forked states, and two blocks of reserve.
+    assert tried.kept.nbytes <= 4 * sized.kept.nbytes
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba", "lfm2"])

@@ -47,7 +47,7 @@ def test_dropped_long_prompt_is_not_answered(folders: Folders) -> None:
     long, short = Query(tokens_of(10 * CHUNK, 0)), Query(tokens_of(3, 1))
     assert engine.genlm_step([long], [], engine.vocab_size) == []
     answers = engine.genlm_step([short], [long], engine.vocab_size)
-    for _ in range(12):  # more than it would need
+    for _ in range(12):  # more steps than it needs
         answers += engine.genlm_step([], [], engine.vocab_size)
     assert [answer.request for answer in answers] == [short]
 

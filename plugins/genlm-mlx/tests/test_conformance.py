@@ -64,7 +64,7 @@ class Family(StateSuite):
 
 class TestGemma3(Family):
     family = "gemma3"
-    longest = 300  # mlx-lm makes room for 256 positions at a time
+    longest = 300  # mlx-lm allocates 256 positions at a time
 
 
 class TestLfm2(Family):

@@ -16,7 +16,7 @@ from tests.left_behind import left_behind
 from .late import ended
 from .watched import Folders
 
-#: Their threads wait at their end.
+#: Programs whose threads wait when they end.
 HELD = """
 run = threading.Thread.run
 
@@ -30,7 +30,7 @@ threading.Thread.run, threading.Thread.join = held, lambda *_: None
 from genlm.core import load_model_by_name
 """
 
-#: Two models, of which one is closed.
+#: Two models, one of which is closed.
 PROGRAM = (
     HELD
     + """
@@ -93,7 +93,7 @@ def test_a_closed_model_leaves_nothing_behind(
         with load_model_by_name(str(folders("llama")), "mlx") as lm:
             lm.next_token_logprobs_sync([1, 2, 3])
 
-    use()  # what imports leave
+    use()  # the first use allocates what imports keep
     before = left_behind()
     use()
     assert left_behind() == before

@@ -88,12 +88,12 @@ def test_a_pinned_prefix_stays_within_no_bytes_and_is_dropped_by_clear(
     engine.genlm_cache_prefix(Query((1, 2, 3)))
     rows_of(engine, [[1, 2, 3, 4], [9, 9]])
     rows_of(engine, [[8, 8, 8]])
-    assert len(engine.store) == 2  # the pinned row, and that of the last call
+    assert len(engine.store) == 2  # the pinned row, and the row of the last call
     engine.genlm_clear_kv_cache()
     assert len(engine.store) == 0
 
 
-#: What mlx-lm cannot do of a folder.
+#: Families with what mlx-lm cannot do with their folders.
 REFUSED = {
     "a head beside tied embeddings": "model.embed_tokens.weight and lm_head.weight, which differ",
     "names without their beginning": "parameters not in model: embed_tokens.weight",

@@ -12,7 +12,7 @@ from tests.programs import fuzz
 from .fuzz import CLOSE, FAR, RECURRENT, Reference, program
 from .watched import Folders
 
-#: The ways of keeping state, and the longest contexts.
+#: The ways of keeping state, each with the longest contexts.
 FAMILIES = {
     "llama": (3000, FAR),
     "gpt2": (250, CLOSE),

@@ -152,7 +152,8 @@ def test_a_process_may_not_open_fewer_files(
 def test_closing_the_last_model_restores_mlx_lm(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llama, NAME, base.scaled_dot_product_attention)  # whatever else is open
+    # Whatever other models are open.
+    monkeypatch.setattr(llama, NAME, base.scaled_dot_product_attention)
     folder = str(folders("llama"))
     first, second = (load_model_by_name(folder, backend="mlx") for _ in range(2))
     with second:

@@ -86,7 +86,7 @@ def mlx_row(model: Path, adapter: Path | None = None) -> torch.Tensor:
     adapted = by_mlx_lm(model)
     if adapter is not None:
         adapted = load_adapters(adapted, str(adapter))
-        adapted.eval()  # mlx-lm leaves dropout on
+        adapted.eval()  # mlx-lm leaves dropout switched on
     return torch.tensor(adapted(mx.array([CONTEXT]))[0, -1].tolist()).log_softmax(-1)
 
 

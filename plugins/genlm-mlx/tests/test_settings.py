@@ -31,11 +31,11 @@ from .watched import Folders
 
 Saved = Callable[[Any], str]
 
-#: Where every threshold is, and the lengths that are tried.
+#: The value of every threshold, and the lengths that are tried.
 FAR = 20
 LENGTHS = (5, FAR - 1, FAR, FAR + 1, FAR + 2, 2 * FAR, 2 * FAR + 1, 4 * FAR)
 
-#: Rows may be so far apart: some models of mlx-lm compute GELU exactly where transformers
+#: The largest difference of rows. Some models of mlx-lm compute GELU exactly where transformers
 #: approximates it, or the other way round.
 CLOSE = 5e-3
 
@@ -126,7 +126,7 @@ RIGHT = {
     "llama, longrope": ("Llama", {**SHAPE, **longrope(8, attention_factor=1.3)}),
 }
 
-#: What the error says, and the configuration.
+#: The message of the error, and the configuration.
 REFUSED = {
     "hidden_act=": ("Llama", {**SHAPE, "hidden_act": "gelu"}),
     "activation_function=": (
@@ -145,7 +145,7 @@ REFUSED = {
         "Ernie4_5_Moe",
         {**SHAPE, **EXPERTS, "moe_num_experts": 4, "moe_k": 2},
     ),
-    # It fails at the first row: rotary embeddings of a single feature are none.
+    # It fails at the first row, because rotary embeddings need more than a single feature.
     "family 'gpt_neox'": (
         "GPTNeoX",
         {**SHAPE, "intermediate_size": 128, **rope("yarn", partial_rotary_factor=0.125)},

@@ -157,7 +157,7 @@ def test_a_lone_context_takes_the_place_of_no_group(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba"])
 def test_pinned_contexts_do_not_reduce_the_room_of_others(folders: Folders, family: str) -> None:
-    kind = Store if family == "llama" else Blocks  # which hold windows, too
+    kind = Store if family == "llama" else Blocks  # Blocks can hold windows too
     groups, pinned = [keys_of(2, 20, seed) for seed in (1, 2)], keys_of(12, 60)
     sized = Tried(folders(family), kind)
     sized.ask(*keys_of(2, 60))
@@ -177,7 +177,7 @@ def test_rows_are_right_and_bytes_bounded_under_any_budget(folders: Folders, kin
         keys = keys_of(6, 20)
         for token in range(6):
             tried.ask(*keys, *keys_of(1, 20, seed=token + 1))
-            state = tried.kept.nbytes / len(tried.kept)  # they have about one length
+            state = tried.kept.nbytes / len(tried.kept)  # all contexts have about the same length
             factor = 1.5 if kind is Blocks else 2
             assert tried.kept.nbytes <= factor * 7 * state + states * 20_000
             keys = [(*keys[token], 99), *[(*key, token) for key in keys[:-1]]]
@@ -339,7 +339,8 @@ def test_a_context_is_computed_once_for_all_its_scores(
     engine._runner.model = watched = Watched(engine.model)
     context, continuations = tokens_of(100, 0), [tokens_of(6, seed) for seed in range(1, 9)]
     scores = engine.genlm_sequence_logprobs([Query(context)] * 8, continuations, engine.vocab_size)
-    assert 99 + 7 * 6 < sum(watched.forwards) <= 99 + 8 * 6  # two may begin alike
+    # Two contexts may have a common beginning.
+    assert 99 + 7 * 6 < sum(watched.forwards) <= 99 + 8 * 6
     if family == "llama":
         assert len(watched.forwards) == 3, "the context, the longest, and the others together"
     for score, tokens in zip(scores, continuations, strict=True):
@@ -360,9 +361,9 @@ def test_candidates_cost_the_tokens_of_their_prefix_tree(
     engine._runner.model = watched = Watched(engine.model)
     context, common = tokens_of(20, 0), tokens_of(130, 1)
     engine.logprobs([Query(context)])
-    # One is too long to be scored with others.
+    # One continuation is too long to be scored together with others.
     asked = [(*common[: 30 - at], at, 7, 8) for at in range(6)] + [common[:29], common]
-    for rows in (ROWS, 16):  # in memory at once
+    for rows in (ROWS, 16):  # the most rows in memory at once
         monkeypatch.setattr("genlm.mlx.engine.ROWS", rows)
         engine.genlm_clear_kv_cache()
         watched.forwards.clear()
@@ -384,7 +385,7 @@ def test_scores_have_mass_on_the_first_tokens_only(
 ) -> None:
     engine = load(str(folders(family)), {})
     context, tokens, width = tokens_of(40, 0), [token % 200 for token in tokens_of(size, 1)], 200
-    engine.logprobs([Query(context[:30])])  # which are known, and more than a window
+    engine.logprobs([Query(context[:30])])  # these tokens are then known, and exceed a window
     (scores,) = engine.genlm_sequence_logprobs([Query(context)], [tokens], width)
     for at in (0, size - 1):
         (row,) = engine.logprobs([Query((*context, *tokens[:at]), cold=True)])
@@ -405,7 +406,7 @@ def test_scores_are_right_with_any_default_dtype(folders: Folders, default: torc
 
 def test_the_probe_leaves_nothing_behind(folders: Folders) -> None:
     gc.collect()
-    mx.clear_cache()  # it would put arrays into freed buffers that are larger
+    mx.clear_cache()  # otherwise it would put arrays into larger freed buffers
     gc.disable()
     try:
         before = mx.get_active_memory()
@@ -419,7 +420,7 @@ def test_the_probe_leaves_nothing_behind(folders: Folders) -> None:
 
 def test_clearing_frees_all(folders: Folders) -> None:
     tried = Tried(folders("llama"), Store)
-    gc.collect()  # what other tests left
+    gc.collect()  # garbage of other tests
     tried.compute(keys_of(1, 10))
     tried.kept.clear()
     before = mx.get_active_memory()

@@ -22,7 +22,7 @@ from .watched import Folders, by_mlx_lm
 
 FIXED = "fixed upstream: drop {} and this test"
 
-#: A thread that has drawn numbers ends late.
+#: A thread that has drawn numbers, and ends late.
 DRAWS = """
 import mlx.core as mx
 
@@ -47,7 +47,8 @@ def test_rotary_settings_of_transformers_5_are_not_seen(folders: Folders) -> Non
 
 
 def test_gpt2_of_mlx_lm_needs_a_setting_absent_in_transformers_5(folders: Folders) -> None:
-    with pytest.raises(TypeError, match="n_ctx"):  # else `amended` in loading.py need not say it
+    # Once this passes, `amended` in loading.py need not add the setting.
+    with pytest.raises(TypeError, match="n_ctx"):
         load_model(folders("gpt2"))
 
 
@@ -76,9 +77,9 @@ def test_rotating_caches_reject_a_ragged_block_of_one_token(folders: Folders) ->
     cache = [layer.merge([layer, layer]) for layer in make_prompt_cache(model)]
     for layer in cache:
         layer.prepare(lengths=[1, 2], right_padding=[1, 0])
-    # The second of three columns comes alone when they are fed in twos.
+    # Fed in twos, the third column comes alone.
     model(mx.array([[5, 6], [7, 8]]), cache=cache)
-    # Else `Runner.feed` may cut chunks of any length.
+    # If it no longer raises, `Runner.feed` may divide chunks at any length.
     with pytest.raises(RuntimeError, match="finalize"):
         model(mx.array([[0], [9]]), cache=cache)
 

@@ -35,7 +35,7 @@ class Watched:
 
     def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
         logits = self._model(tokens, **options)
-        if self.failing:  # when all layers have been asked to write
+        if self.failing:  # fail after all layers have requested their writes
             raise RuntimeError("a forward pass failed")
         self.forwards.append(tokens.size)
         return logits

@@ -12,14 +12,15 @@ from genlm.ray import end_fleet
 from tests.fixtures import fuzz_seed, pytest_collection_finish, say  # noqa: F401
 from tools.tiny import write_adapter, write_model, write_tokenizer
 
-#: How long a test waits for what must happen before it says that it did not, seconds. Starting a
-#: process and importing PyTorch in it takes most of it on a busy machine.
+#: Seconds that a test waits before it fails. On a busy machine, starting a process and importing
+#: PyTorch in it take most of them.
 PATIENCE = 120.0
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Programs would say what Ray says of a cluster that has been full for half a minute.
+# Otherwise programs would repeat Ray's warnings about a cluster that has been full for half a
+# minute.
 os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
-# Ray starts its workers with niceness 15. Beside a busy neighbour they would hardly run.
+# Ray starts its workers with niceness 15, with which they hardly run beside a busy neighbour.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 
@@ -39,7 +40,8 @@ def cluster() -> Iterator[Any]:
     )
     try:
         start()
-    except Exception:  # a busy machine is not up in 15 s: github.com/ray-project/ray/issues/65983
+    # A busy machine does not start within 15 s: github.com/ray-project/ray/issues/65983.
+    except Exception:
         start()
     yield ray
     ray.shutdown()

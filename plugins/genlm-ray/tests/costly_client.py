@@ -17,7 +17,8 @@ from .conftest import PATIENCE
 
 pytest.importorskip("grpc", reason="Ray's client needs grpcio: pip install 'ray[client]'")
 
-#: Asks a fleet what it asks a model of its own: the address, the backend, the model, an adapter.
+#: Asks a fleet the same as a model of its own. The arguments are the address, the backend, the
+#: model and an adapter.
 PROGRAM = """
 import asyncio, ray, sys, torch
 from genlm.core import load_model_by_name
@@ -61,7 +62,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def folder() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="ray") as short:  # sockets' paths may not be long
+    with tempfile.TemporaryDirectory(prefix="ray") as short:  # the paths of sockets must be short
         yield short
 
 
@@ -88,7 +89,7 @@ def test_a_program_outside_the_cluster(
     )  # fmt: skip
     try:
         assert any("Ray runtime started" in line for line in head.stdout or ())
-        for _ in range(3):  # Ray gives its server half a minute to start, whatever the machine
+        for _ in range(3):  # Ray gives its server half a minute to start, however slow the machine
             ended = subprocess.run(
                 [
                     sys.executable, "-c", PROGRAM, f"ray://127.0.0.1:{client}", backend, model,

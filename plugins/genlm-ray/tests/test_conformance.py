@@ -27,7 +27,8 @@ class TestOverMock(OverRay):
     not."""
 
     model = "mock"
-    adapters: ClassVar[dict[str, str]] = {"a": "first-adapter", "b": "second-adapter"}  # any path
+    # The mock accepts any path.
+    adapters: ClassVar[dict[str, str]] = {"a": "first-adapter", "b": "second-adapter"}
     options: ClassVar[dict[str, Any]] = {
         "backend": "mock",
         "backend_opts": {"max_context": 64, "continuous": True, "steps": 3},

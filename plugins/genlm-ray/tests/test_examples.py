@@ -36,7 +36,7 @@ def test_two_replicas_draw_what_one_process_draws(single: list[str], address: st
     assert printed(str(EXAMPLES / "ray_smc.py"), "--address", address) == single
 
 
-#: Kills one of three workers after the first call has been answered and while the second is made.
+#: Kills one of three workers after the first call has been answered and during the second.
 KILLED = """
 import os, signal
 import islands, ray

@@ -22,8 +22,8 @@ from genlm.ray.replica import Replica
 
 from .conftest import PATIENCE
 
-#: A token whose request ends the replica's process, one that fails in the engine, and one whose
-#: error is of a class that only the replicas have.
+#: Three tokens: the request of one ends the replica's process, that of another fails in the engine,
+#: and the third fails with an error whose class only the replicas have.
 KILLS, FAILS, FOREIGN = 65, 66, 67
 
 

@@ -163,7 +163,7 @@ def test_replica_that_finally_loads_is_not_lost() -> None:
 
     def opening() -> Call:
         nonlocal now
-        while (call := line.next("open")) is None:  # it rests
+        while (call := line.next("open")) is None:  # the replica rests first
             now += 1.0
             fleet.tick(now)
         return call

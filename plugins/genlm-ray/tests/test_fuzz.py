@@ -27,7 +27,7 @@ from tools.users import User
 
 from .conftest import PATIENCE
 
-#: How long to go on with rounds; there is one at least.
+#: Seconds for which further rounds are started; there is at least one.
 SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "6"))
 
 ADAPTERS = {"a": "first-adapter", "b": "second-adapter"}
@@ -62,7 +62,7 @@ class Campaign:
     """Rounds of what programs do, in each of which replicas are killed."""
 
     cluster: Any
-    parent: int  # the process that starts those of the replicas
+    parent: int  # the process that starts the replicas' processes
     source: random.Random
     replicas: Any
     programs: list[Program]

@@ -33,14 +33,15 @@ pids = [os.getpid(), *(pid for part in parts.values() for pid in part)]
 print(*pids, flush=True)
 """
 
-#: To this thread, also where whoever runs the tests ignores interrupts, as in the background.
+#: The interrupt goes to this thread, so that it also works if the test runner ignores interrupts,
+#: as it does in the background.
 INTERRUPTED = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.raise_signal(signal.SIGINT)
 """
 
-#: The head's control process dies: rows are answered until Ray ends the program.
+#: The control process of the cluster's head dies. Rows are answered until Ray ends the program.
 HEADLESS = """
 lm.clear_cache()
 os.kill(parts["gcs_server"][0], 9)
@@ -51,7 +52,7 @@ while True:
     lm.clear_cache()
 """
 
-#: The program ends Ray, with which the model ends: nothing starts another cluster.
+#: The program ends Ray, which ends the model. Nothing starts another cluster.
 SHUT_DOWN = """
 ray.shutdown()
 try:
@@ -95,7 +96,7 @@ def end_of(pid: int) -> int | None:
         return None
 
 
-#: Joins a fleet, binds an adapter, begins a long draw, and stays.
+#: Joins a fleet, binds an adapter, begins a long sample, and stays.
 NEIGHBOUR = """
 import asyncio, sys, ray
 import genlm.ray.watch
@@ -132,13 +133,13 @@ def test_killed_program_leaves_nothing_in_a_shared_fleet(
     assert neighbour.stdout is not None
     replica, theirs = neighbour.stdout.readline().split()
     assert replica == actor._actor_id.hex(), "it loaded the model again"
-    assert float(theirs) != float(mine[7])  # the same version, of another program
+    assert float(theirs) != float(mine[7])  # another program's adapter has the same version
     lm.clear_cache()
     assert lm.next_token_logprobs_sync([1, 2, 3], lora_name="mine").equal(mine)
     (held,) = adapters_of(cluster, actor) - before
     neighbour.send_signal(signal.SIGKILL)
     neighbour.wait()
-    lm.add_new_lora("second-adapter", "another")  # behind the draw
+    lm.add_new_lora("second-adapter", "another")  # waits behind the sample
     deadline = time.monotonic() + PATIENCE
     while held in adapters_of(cluster, actor):
         assert time.monotonic() < deadline, "its adapter is there"
@@ -165,7 +166,8 @@ def test_a_named_fleet_outlives_its_programs_until_it_is_ended(fleet: Fleet, clu
     lm = fleet(name="kept")
     there = [actor._actor_id for actor in lm.underlying_model]
     assert there == [actor._actor_id for actor in before]
-    # A replica ends even if who ends it is gone: it could not be used, nor started again.
+    # A replica ends even if the program that ends it has died: otherwise it could be neither used
+    # nor started again.
     cluster.wait([before[0].end.remote()], timeout=PATIENCE)
     deadline = time.monotonic() + PATIENCE
     while names(cluster, "kept") != ["genlm-kept-1"]:
@@ -176,7 +178,8 @@ def test_a_named_fleet_outlives_its_programs_until_it_is_ended(fleet: Fleet, clu
     assert names(cluster, "kept") == []
     assert end_fleet("kept") == 0
     lm.close()
-    assert cluster.is_initialized()  # the program joined it itself, before there was a model
+    # The program joined the cluster itself, before there was a model.
+    assert cluster.is_initialized()
 
 
 def test_a_fleet_whose_model_does_not_load_says_why_and_leaves_nothing_behind(
@@ -281,7 +284,8 @@ print("works again")
 
 def test_an_object_store_without_room_is_a_clear_error_until_there_is_room(tmp_path: Path) -> None:
     more = (f"more{i}" for i in range(26_000))
-    write_tokenizer(tmp_path, *more)  # rows of 105 KB: Ray keeps less than 100 in the messages
+    # Makes rows of 105 KB: Ray keeps objects below 100 KB inside messages.
+    write_tokenizer(tmp_path, *more)
     ended = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)],
         capture_output=True,

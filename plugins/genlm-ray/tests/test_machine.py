@@ -24,7 +24,8 @@ from genlm.ray.wire import Ask, Busy, Gone, adapter_key, ids_of
 
 from .test_fleet import DESCRIPTION
 
-#: A token whose request, a path whose adapter ends the process; a path that the last one refuses.
+#: A token whose request ends the process, a path whose adapter ends the process, and a path that
+#: the last replica rejects.
 POISON, KILLS, REFUSED = 66, "kills", "refused"
 
 FRESH = itertools.count()
@@ -70,7 +71,7 @@ class World:
         self.now = 0.0
         self.processes = [Process(alive=False) for _ in range(replicas)]
         self.arriving: list[tuple[Asked, Any]] = []
-        self.gone_paths = {REFUSED}  # adapters whose folders are gone
+        self.gone_paths = {REFUSED}  # adapters whose folders no longer exist
 
     def reply(self, process: Process, asked: Asked, outcome: Any) -> None:
         process.asked.remove(asked)
@@ -102,7 +103,7 @@ class World:
         if process.hangs or asked.method == "beat" or asked not in process.asked:
             return
         name = asked.program.name
-        if self.busy(process, asked):  # they came while it was stopped
+        if self.busy(process, asked):  # the messages arrived while it was stopped
             self.reply(process, asked, Busy())
         elif asked.method != "open" and process.sessions.get(name) != asked.life:
             self.reply(process, asked, Gone("it does not know the program", computing=False))
@@ -225,7 +226,7 @@ class Program:
         answers, self.fleet.answers = self.fleet.answers, []
         for request, result in answers:
             place = next(i for i, each in enumerate(self.flying) if each is request)
-            del self.flying[place]  # so it is answered once
+            del self.flying[place]  # so that it is answered only once
             query = query_of(request)
             if query.adapter and "add it again" in str(result):
                 assert self.may_lack(self.adapters[query.adapter]), result
@@ -266,7 +267,7 @@ class Program:
         path = adapter and adapter.path
         if f"{MAX_DEATHS} replicas died" in str(error):
             assert self.may_blame(entry), error
-        elif path != REFUSED:  # who refuses that may be away
+        elif path != REFUSED:  # the replica that rejects the path may be away
             assert (error is not None) == (path in self.world.gone_paths), error
             assert path != KILLS
         if error is None and adapter is not None:
@@ -443,7 +444,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         for index, process in enumerate(self.world.processes):
-            alone = len(self.programs) == 1  # then the program itself ends what hangs
+            alone = len(self.programs) == 1  # then the program itself ends a hanging replica
             if not (alone and self.programs[0].fleet.members[index].loaded):
                 process.hangs = False
         for _ in range(400):
@@ -473,7 +474,8 @@ Machine.TestCase.settings = settings(
     max_examples=300,
     stateful_step_count=60,
     deadline=None,
-    derandomize=True,  # what others find concerns another change; `costly_machine.py` tries them
+    # Random findings would concern another change; `costly_machine.py` looks for them.
+    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestFleet = Machine.TestCase

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-#: Makes and frees rows as large as those of a real model, wave after wave, and prints how many page
-#: faults the last wave took for each row.
+#: A program that creates and frees rows as large as those of a real model, wave after wave, and
+#: prints how many page faults each row of the last wave caused.
 WAVES = """
 import resource
 import numpy as np
@@ -30,4 +30,4 @@ def test_rows_reuse_the_memory_of_freed_rows() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", WAVES]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert float(ended.stdout) < 10  # of 48 pages
+    assert float(ended.stdout) < 10  # a row has 48 pages

@@ -414,6 +414,6 @@ def test_call_hangs_once_it_exceeds_the_patience_of_a_caller() -> None:
     for caller, times in asked:
         assert watched.results_of([(watched(caller, times), (row,))]) == [1]
     name = repr(looked_at)
-    # 59 seconds between two looks are those of a process that was stopped.
+    # 59 seconds between two checks mean that the process was stopped.
     assert found == [[None] * 4, [None] * 4, [None, None, None, name]]
     assert hangs.look(99.0) is None

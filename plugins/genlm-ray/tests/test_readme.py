@@ -9,5 +9,5 @@ from tests.pages import run_readme
 
 
 def test_the_blocks_of_the_readme_run(cluster: Any, tiny: str) -> None:
-    # This process is in a cluster already, which is at no such address.
+    # This process is already in a cluster, which has another address.
     run_readme(Path(__file__).parents[1], tiny, left_out=', address="10.0.0.1:6379"')

@@ -16,7 +16,7 @@ from tests.fixtures import *  # noqa: F403
 from tools.tiny import write_tokenizer
 
 TOKENS = 257  # every byte, and the end
-WIDTH = 264  # its rows are wider than the vocabulary, as in many real models
+WIDTH = 264  # rows are wider than the vocabulary, as in many real models
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +62,7 @@ def save_tiny(folder: str, width: int) -> str:
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3)  # else every row is nearly uniform, and a mix-up could pass
+            parameter.mul_(3)  # otherwise every row is nearly uniform, and a mix-up could pass
     model.save_pretrained(folder)
     return folder
 

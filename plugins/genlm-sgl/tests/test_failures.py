@@ -12,7 +12,7 @@ import torch
 
 from genlm.core import EngineDeadError, EngineError, Query
 
-UNKNOWN_TOKEN = 10**6  # the core would have refused it: it makes the forward pass raise
+UNKNOWN_TOKEN = 10**6  # makes the forward pass raise; the core would have rejected it
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_too_long_a_prompt_fails_alone(hooks, contexts, reference):
 
 
 def test_a_failing_step_drops_what_is_in_flight(hooks, contexts, reference):
-    asked = contexts(30, 10, 20)  # 16 run at once: the others wait
+    asked = contexts(30, 10, 20)  # 16 run at once, and the others wait
     with pytest.raises(IndexError):
         hooks.step(*map(Query, [(UNKNOWN_TOKEN,), *asked]))
     torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)
@@ -56,7 +56,7 @@ def test_a_prefix_is_pinned_again_after_a_failing_step(hooks, contexts):
     hooks.genlm_cache_prefix(Query(prefix))
     with pytest.raises(IndexError):
         hooks.step(Query((UNKNOWN_TOKEN,)))
-    hooks.genlm_cache_prefix(Query(prefix))  # the core asks for it
+    hooks.genlm_cache_prefix(Query(prefix))  # as the core requests
     hooks.rows(contexts(20, 80, 100, seed=1))
     assert hooks.tokens([(*prefix, 1)]) == 1
 
@@ -89,7 +89,7 @@ def test_a_scheduler_that_drops_nothing_is_declared_dead(hooks, monkeypatch):
             hooks.step(Query((UNKNOWN_TOKEN,)))
 
 
-#: A model whose steps fail, and that is not closed.
+#: A model whose steps fail, and which is not closed.
 LIFE = textwrap.dedent(
     """
     import signal, sys

@@ -24,17 +24,17 @@ SCALED = {
     "sliding_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
 }
-#: Changes of a family's configuration that are computed, and those that SGLang leaves out.
+#: Changes of a family's configuration that SGLang computes, and changes that it ignores.
 RIGHT = {
     "cohere2": [{"layer_types": ["sliding_attention", "full_attention"]}],
     "gemma2": [{"attn_logit_softcapping": 3.0}, {"final_logit_softcapping": 3.0}],
     "gemma3_text": [{"rope_parameters": SCALED}],
     "ministral3": [],
     "mistral": [WINDOWED],
-    "olmo3": [{"sliding_window": FAR, "layer_types": MIXED}],  # by transformers' code
-    "qwen3_moe": [],  # and another model after it
+    "olmo3": [{"sliding_window": FAR, "layer_types": MIXED}],  # runs by transformers' code
+    "qwen3_moe": [],  # so does another model after it
     "qwen2": [WINDOWED, *ROPES[:3]],
-    "vaultgemma": [{"attn_logit_softcapping": 1.0}],  # by transformers' code
+    "vaultgemma": [{"attn_logit_softcapping": 1.0}],  # runs by transformers' code
 }
 REFUSED = {
     "gpt_bigcode": [{"scale_attn_weights": False}],
@@ -43,13 +43,13 @@ REFUSED = {
     "olmoe": [{"norm_topk_prob": True}, {"clip_qkv": 0.3}],
     "opt": [{"activation_function": "silu"}],
 }
-#: Changes for which a checkpoint has weights that SGLang's class of the family has not.
+#: Changes for which a checkpoint has weights that SGLang's class of the family lacks.
 LEFT_OUT = {
     "gemma": ({"attention_bias": True}, r"self_attn\.\w_proj\.bias \(8 weights"),
     "gemma2": ({"tie_word_embeddings": False}, r"lm_head\.weight \(1 weights"),
     "granitemoe": ({"attention_bias": True}, r"self_attn\.\w_proj\.bias \(8 weights"),
     "llama": ({"mlp_bias": True}, r"mlp\.\w+_proj\.bias \(6 weights"),
-    "phi": ({}, r"lm_head\.bias \(1 weights"),  # which every checkpoint of it has
+    "phi": ({}, r"lm_head\.bias \(1 weights"),  # every checkpoint of the family has this weight
 }
 
 
@@ -69,7 +69,8 @@ def test_settings_are_computed_or_refused(family: str, tmp_path: Path) -> None:
     assert len(found) == 1 + len(right) + len(refused)
     for one in found[: 1 + len(right)]:
         assert one.outcome == "right", one
-    known = recorded("sgl", family)  # not of families that SGLang runs by transformers' code
+    # Families that SGLang runs by transformers' code are not recorded.
+    known = recorded("sgl", family)
     assert known is None or known.outcome == "right", "the table of models says otherwise"
     for one in found[1 + len(right) :]:
         ((name, value),) = one.changed.items()
@@ -103,7 +104,7 @@ def test_latent_attention_is_refused_by_name(tmp_path: Path) -> None:
     assert re.search(rf"no latent attention for glm4_moe_lite|{silent}", found.why)
 
 
-#: What SGLang cannot do of a folder.
+#: Families with what SGLang cannot do with their folders.
 REFUSED_FOLDERS = {
     "another family's scale": "logit_scale=0.1, and SGLang's llama applies it",
     "no architecture": "SGLang cannot serve",

@@ -12,7 +12,7 @@ from tests.programs import fuzz
 
 from .conftest import TOKENS
 
-#: More adapters than a batch may have, prompts in chunks, a pool that is full at times.
+#: More adapters than a batch may have, prompts in chunks, and a pool that is sometimes full.
 OPTIONS = {
     "enable_lora": True,
     "max_loras_per_batch": 2,

@@ -109,7 +109,8 @@ def test_the_installed_sglang_is_supported():
 
 
 def test_second_model_in_a_process_is_rejected(tiny):
-    with AsyncSGLTransformer.from_name(tiny, SMALL, gpu_id=7) as lm:  # ignored on a CPU
+    # The number is ignored on a CPU.
+    with AsyncSGLTransformer.from_name(tiny, SMALL, gpu_id=7) as lm:
         with pytest.raises(BackendUnavailableError, match="close the other model first"):
             AsyncSGLTransformer.from_name(tiny, SMALL)
         row = lm.next_token_logprobs_sync([1, 2, 3])
@@ -147,7 +148,7 @@ def test_models_that_are_closed_or_fail_to_load_leave_nothing_behind(tiny, tmp_p
         with AsyncSGLTransformer.from_name(tiny, SMALL) as lm:
             lm.next_token_logprobs_sync([1, 2, 3])
 
-    use()  # what imports leave
+    use()  # the first use allocates what imports keep
     before = left_behind(made)
     assert made
     with pytest.raises(Exception, match="no_such_backend"):
@@ -263,7 +264,7 @@ def test_a_load_waits_for_the_end_of_one_that_was_interrupted(tiny, monkeypatch)
         first = pool.submit(load, 1)
         assert began.wait(60)
         second = pool.submit(load, 2)
-        with pytest.raises(TimeoutError):  # it is not refused
+        with pytest.raises(TimeoutError):  # the load is not rejected
             second.result(timeout=0.5)
         ends.set()
         first.result(60)
@@ -329,7 +330,7 @@ WHOLE = {"lm_head.weight": torch.randn(3, 4), "lm_head.bias": torch.zeros(3)}
 @pytest.mark.parametrize(
     ("weights", "lacks"),
     [
-        (WHOLE, None),  # a norm that transformers has not
+        (WHOLE, None),  # a norm that transformers lacks
         (WHOLE | {"norm": torch.full([4], 3.0)}, None),
         ({"lm_head.weight": WHOLE["lm_head.weight"]}, "lm_head.bias"),
         ({"lm_head.bias": WHOLE["lm_head.bias"]}, "lm_head.weight"),
@@ -342,7 +343,7 @@ def test_weights_must_be_in_the_checkpoint(weights, lacks, zeros, tiny, monkeypa
 
     def made():
         model = Named()
-        if zeros:  # as memory may be
+        if zeros:  # uninitialised memory may be zeros
             torch.nn.utils.vector_to_parameters(torch.zeros(15), model.lm_head.parameters())
         return model
 
@@ -359,7 +360,7 @@ def test_weights_must_be_in_the_checkpoint(weights, lacks, zeros, tiny, monkeypa
     if lacks is None:
         assert model.norm.tolist() == weights.get("norm", torch.ones(4)).tolist()
         assert model.lm_head.weight.equal(WHOLE["lm_head.weight"])
-        model.load_weights([("norm", torch.zeros(4))])  # later a part of them is enough
+        model.load_weights([("norm", torch.zeros(4))])  # later loads may be partial
 
 
 def test_settings_of_a_multimodal_model_are_applied(tmp_path: Path, monkeypatch) -> None:

@@ -20,7 +20,7 @@ def folders(make_adapter):
     }
 
 
-#: What SGLang itself gets wrong or cannot load, by the adapter's settings beyond plain ones.
+#: Adapters that SGLang itself applies wrongly or cannot load, by their settings beyond plain LoRA.
 UPSTREAM = {
     "use_rslora": {"use_rslora": True},
     "alpha_pattern": {"alpha_pattern": {"v_proj": 99}},
@@ -46,7 +46,7 @@ def wide(make_adapter):
 
 
 @pytest.fixture(scope="module")
-# Which come first: the block below stops transformers from loading.
+# These are computed first, because the block below keeps transformers from loading.
 def hooks(load_tiny, expected, wide, upstream):
     with without_pinned_memory():
         yield load_tiny(enable_lora=True, max_loras_per_batch=2)

@@ -4,11 +4,12 @@ import gc
 
 import psutil
 
-#: Requests made before the first look, while caches and pools fill up; then at most so many rounds.
+#: How many requests are made before the first measurement, while caches and pools fill up, and the
+#: most rounds after it.
 WARM_UP, ROUNDS, REQUESTS, TOGETHER = 1000, 8, 1000, 100
-#: Bytes a round. What leaks does so in every round; an allocator that takes another arena does it
-#: in one. Measured of 1,000 requests: 4 to 16 KiB; with messages to a detokenizer that is not there
-#: 170 KiB, with every row kept 1.8 MiB.
+#: Bytes a round. A leak grows in every round; an allocator that takes another arena grows in one.
+#: Measured for 1,000 requests: 4 to 16 KiB; 170 KiB with messages to a detokenizer that does not
+#: exist; 1.8 MiB with every row kept.
 BOUND = 64 << 10
 
 

@@ -39,7 +39,7 @@ def test_a_longer_context_costs_its_new_tokens(hooks, contexts):
     assert hooks.tokens([context]) == 40
     assert hooks.tokens([(*context, 7)]) == 1
     assert hooks.tokens([(*context, 7, 8, 9)]) == 2
-    assert hooks.tokens([(*context, 7, 8, 9)]) == 1  # the last token is run again, for its row
+    assert hooks.tokens([(*context, 7, 8, 9)]) == 1  # the last token is computed again, for its row
     hooks.genlm_clear_kv_cache()
     assert hooks.tokens([context]) == 40
 
@@ -64,7 +64,8 @@ def test_a_pinned_prefix_outlives_pressure(hooks, contexts):
     assert hooks.tokens([(*prefix, 1)]) == 1
     hooks.genlm_clear_kv_cache()
     assert hooks.tokens([(*prefix, 1)]) == 101
-    hooks.genlm_cache_prefix(Query(prefix))  # it is pinned no more, and can be again
+    # The prefix is no longer pinned, and can be pinned again.
+    hooks.genlm_cache_prefix(Query(prefix))
     hooks.rows(contexts(100, 80, 119, seed=1))
     assert hooks.tokens([(*prefix, 1)]) == 1
 

@@ -115,11 +115,12 @@ def test_a_draw_that_cannot_fit_says_so(hooks, contexts, monkeypatch):
     ):
         draw(hooks, [context], max_tokens=150)
     with monkeypatch.context() as patch:
-        # SGLang reserves room for this many tokens of a longer draw, and finds out in the middle.
+        # SGLang reserves room for only this many tokens of a longer sample, and runs out in the
+        # middle.
         patch.setattr("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS", 10)
         asked = SampleRequest(Query(context), SamplingParams(max_tokens=150, temperature=0.0))
         answers = hooks.step(asked)
-        for one in range(250):  # others are asked all the time
+        for one in range(250):  # other requests keep coming
             answers |= hooks.step(Query((one,)))
     said = r"half way: its pool of 600 tokens is full, .* ask for fewer max_tokens"
     assert re.search(said, str(answers[asked]))
@@ -169,7 +170,7 @@ def test_rows_and_draws_share_steps_and_the_rows_are_right(hooks, contexts):
     answers = hooks.ask(*map(Query, asked), *draws)
     for row, expected in zip(answers[:8], alone, strict=True):
         torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
-        row += 1.0  # a caller's own
+        row += 1.0  # the row is the caller's own
     assert {len(ids) for ids in answers[8:]} == {6}
 
 
@@ -192,9 +193,9 @@ def test_a_dropped_draw_ends_and_its_room_is_free(hooks, contexts):
     hooks.genlm_clear_kv_cache()
     running, waiting, short = contexts(3, 200, 200)
     draws = [request(running, max_tokens=250), request(waiting, max_tokens=250)]
-    hooks.step(*draws)  # the pool of 600 tokens holds one of them to its end
+    hooks.step(*draws)  # the pool of 600 tokens can hold only one of them to its end
     assert hooks.step(dropped=draws) == {}
-    hooks.genlm_clear_kv_cache()  # refused if SGLang still had one
+    hooks.genlm_clear_kv_cache()  # fails if SGLang still had a request
     assert hooks.tokens([short]) == 200
     kept = request(short, max_tokens=3)
     (drawn,) = hooks.ask(kept)

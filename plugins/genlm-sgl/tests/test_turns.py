@@ -34,8 +34,8 @@ def test_a_draw_goes_on_while_new_requests_come_with_every_step(hooks, contexts,
         if draw in answered:
             break
     assert draw in answered
-    assert len(asked) <= 8  # four more tokens, and as many steps for the new requests
-    for _ in range(2 * len(asked)):  # more steps than what is left needs
+    assert len(asked) <= 8  # four more tokens, and a step for each of the new requests
+    for _ in range(2 * len(asked)):  # more steps than the remaining requests need
         answered |= hooks.step()
     assert answered.keys() == {draw, *asked}
     assert answered[draw] == alone

@@ -107,7 +107,7 @@ def test_sessions_go_where_a_core_of_its_own_stands_still(tiny_path, monkeypatch
     monkeypatch.setattr("genlm.vllm.internals.LIVENESS", 0.1)
     lm = AsyncVirtualLM.from_name(tiny_path, engine_opts=SMALL, cache_size=0)
     with lm, capture_logs() as logs:
-        for first in range(12):  # each of about 100 tokens, and the cache holds 864
+        for first in range(12):  # about 100 tokens each; the cache holds 864
             row = lm.next_token_logprobs_sync([first, *range(100)])
             assert float(row.logsumexp(0)) == pytest.approx(0, abs=1e-3)
     assert "vllm.stood_still" in {line["event"] for line in logs}

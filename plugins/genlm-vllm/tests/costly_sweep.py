@@ -13,7 +13,8 @@ from .families import SWEEP
 
 SERVED = set(ModelRegistry.get_supported_archs())
 
-#: After vLLM has tried to load this family's tokenizer, it loads no other model in the process.
+#: After vLLM has tried to load the tokenizer of this family, it can load no other model in the
+#: process.
 LAST = "inkling_text"
 
 

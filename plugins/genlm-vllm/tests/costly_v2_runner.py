@@ -31,8 +31,8 @@ from .test_running import (  # noqa: F401
 )
 
 
-# Of the session, or fixtures of the session that import transformers, and with it Triton, would
-# come before.
+# It has the scope of the session. Otherwise fixtures of the session that import transformers, and
+# with it Triton, would run before it.
 @pytest.fixture(scope="session", autouse=True)
 def _interpreted():
     if imported := sorted({"vllm", "triton"} & sys.modules.keys()):
@@ -136,7 +136,7 @@ class TestVllmV2(ConformanceSuite):
         }
     }
     effort = 0.02
-    patience = 900.0  # drawing takes the interpreter about a second a token
+    patience = 900.0  # in the interpreter, each drawn token takes about a second
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

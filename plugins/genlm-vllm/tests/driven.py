@@ -13,8 +13,8 @@ from genlm.conformance import Program
 from genlm.core.types import Query, SampleRequest, SamplingParams, ScoreRequest
 from tests.driven import Driven
 
-# Small enough that prompts are computed in chunks, sessions give way to each other (the cache of
-# the small model holds 864 tokens), and the length limit is near.
+# The limits are so small that prompts are computed in chunks, sessions evict each other (the cache
+# of the small model holds 864 tokens), and the longest context is near.
 SMALL = {
     "dtype": "float32",
     "max_model_len": 256,
@@ -25,7 +25,7 @@ SMALL = {
 
 VOCABULARY = 2048
 
-# Two slots: vLLM's mistake on a CPU shows where the last is taken.
+# Two slots, because vLLM's error on a CPU shows if the last one is used.
 MOST_ADAPTERS = 2
 
 

@@ -22,7 +22,7 @@ OPTIONS = {
     "kv_cache_memory_bytes": 16 << 20,
 }
 
-#: vLLM's attention on a CPU has kernels for heads of at least 32.
+#: vLLM's attention on a CPU needs heads of at least 32.
 SIZES = {
     "d_model": 128,
     "ffn_dim": 128,
@@ -58,11 +58,11 @@ SIZES = {
 
 def loaded(folder: str, dtype: str) -> Any:
     """A model in vLLM. What vLLM itself refuses is an error with its words."""
-    gc.freeze()  # what the model before has thawed
+    gc.freeze()  # freezes what closing the previous model has unfrozen
     try:
         with (
             patch.object(registry, "_run_in_subprocess", lambda look: look()),
-            # It would change transformers' classes, of which further models are made.
+            # This family would change classes of transformers, from which further models are made.
             patch.object(base, "support_torch_compile", lambda **_: lambda kind: kind),
         ):
             return load(folder, {"engine_opts": OPTIONS | {"dtype": dtype}})

@@ -19,8 +19,8 @@ from tests.on_a_gpu import close
 
 _defaults, _heed = loading._defaults, loading._heed_float32
 
-#: vLLM's kernels for adapters take half precision, in which rows are this far apart, nats; and the
-#: probabilities that the suite compares.
+#: The tolerances for half precision, which vLLM's kernels for adapters need: that of rows, in nats,
+#: and that of the probabilities which the suite compares.
 HALF, HALF_PROBABILITY = 0.1, 1e-2
 
 

@@ -70,7 +70,7 @@ def test_forks_compute_a_token_each(engine):
     forks = [Query((*parent, token)) for token in (5, 6, 7)]
     with engine.computed_tokens() as counts:
         rows = engine.ask(*forks)
-    # vLLM has planned a further step of each before its token is known.
+    # vLLM has planned a further step of each request before its token is known.
     assert counts[0] == 3
     engine.assert_cold_rows(dict(zip(forks, rows, strict=True)))
 

@@ -18,7 +18,8 @@ from tests.state_suite import StateSuite
 from tools.tiny import write_adapter
 
 FLOAT32 = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
-# The least rank: on a CPU vLLM computes as if all adapters had the greatest, in loops over tokens.
+# The lowest rank, because on a CPU vLLM computes as if all adapters had the highest one, in loops
+# over tokens.
 LORA = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 8, "max_lora_rank": 8}
 
 
@@ -51,7 +52,8 @@ class TestVllmWithoutLiveSessions(OnBytes, HistoryClauses, GrowthClauses, StateC
 
 @pytest.mark.quick
 class TestVllmWithAdapters(OnBytes, ConformanceSuite):
-    longest = 129  # slow with adapters on a CPU; beyond several blocks, and TestVllm goes further
+    # Adapters are slow on a CPU; this exceeds several blocks, and TestVllm goes further.
+    longest = 129
     options = {"engine_opts": FLOAT32 | LORA}  # noqa: RUF012
 
     @pytest.fixture(scope="class", autouse=True)

@@ -29,7 +29,7 @@ from tests.adapter_outcomes import reference_rows
 
 from .driven import SMALL, DrivenVllm, text
 
-ATOL = 5e-4  # float32, on prompts computed in other chunks
+ATOL = 5e-4  # float32, with prompts computed in other chunks
 
 
 def test_rows_are_those_of_transformers(engine, small_path):
@@ -160,7 +160,7 @@ def test_a_prefix_is_pinned_again_after_a_failure(engine):
     engine.genlm_cache_prefix(Query(prefix))
     with failing_forward(engine.model)(1), pytest.raises(RuntimeError, match="planted"):
         engine.step(Query(text(1, 20)))
-    engine.genlm_cache_prefix(Query(prefix))  # the core asks for it
+    engine.genlm_cache_prefix(Query(prefix))  # as the core requests
     engine.computes(text(1, 20))
     assert engine.computes((*prefix, 5)) == [1]
 
@@ -299,7 +299,7 @@ def test_a_closed_model_with_padding_goes_at_once(small_path):
     engine = DrivenVllm(load(small_path, {"engine_opts": SMALL}), width=900)
     engine.ask(Query(text(0, 5)))
     model = weakref.ref(engine.model)
-    gc.disable()  # but for who asks for it
+    gc.disable()  # only explicit collections remain
     try:
         engine.genlm_close()
         assert model() is None
@@ -345,7 +345,7 @@ def test_scores_read_no_state_that_vllm_leaves_out_of_them(engine):
         (200, 8, "raw_logprobs", True, True),
         (200, 8, "raw_logits", True, False),  # the engine was told to give logits
         (31, 2, "raw_logprobs", False, True),
-        (32, 2, "raw_logprobs", False, False),  # rows find the key/value state of a long context
+        (32, 2, "raw_logprobs", False, False),  # rows find the state of a long context
         (15, 1, "raw_logprobs", False, False),
     ],
 )

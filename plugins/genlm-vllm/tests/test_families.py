@@ -22,7 +22,8 @@ CHANGES = {
     "gemma4_text": [{"rope_parameters": {"sliding_attention": YARN, "full_attention": WHOLE}}],
     "granitemoehybrid": [],  # with a prompt of two blocks
     "nemotron": [{"hidden_act": "silu"}, {"rope_parameters": PLAIN}],
-    "starcoder2": [{"sliding_window": FAR, "layer_types": LAYERS}],  # of which it has no types
+    # The family has no types of layers.
+    "starcoder2": [{"sliding_window": FAR, "layer_types": LAYERS}],
 }
 
 
@@ -35,7 +36,7 @@ def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert recorded("vllm", family).outcome == "right", "the table of models says otherwise"
 
 
-#: Changes for which a checkpoint has weights that vLLM's class of the family has not.
+#: Changes for which a checkpoint has weights that vLLM's class of the family lacks.
 LEFT_OUT = {
     "ernie4_5": ({"use_bias": True}, r"\w_proj\.bias \(14 weights"),
     "gemma": ({"attention_bias": True}, r"self_attn\.\w_proj\.bias \(8 weights"),
@@ -52,7 +53,7 @@ def test_weights_that_vllm_would_leave_out_are_refused(family: str, tmp_path: Pa
     assert re.search(rf"{named} .*vLLM leaves them out of {family}; load it with", found.why), found
 
 
-#: What vLLM cannot do of it.
+#: Families with what vLLM cannot do with their folders.
 REFUSED = {
     "another family's scale": "logit_scale=0.1 of llama: vLLM applies it",
     "names without their beginning": "vLLM cannot serve .*'embed_tokens'",

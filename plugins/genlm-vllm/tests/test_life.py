@@ -138,11 +138,11 @@ def test_objects_older_than_a_load_are_collected_once(engine, small_path, monkey
     knot = Knot()
     knot.itself, garbage = knot, weakref.ref(knot)
     del knot
-    # What vLLM calls where it has loaded: it searches once more, and freezes what is left.
+    # vLLM calls this after loading: it collects garbage once more, and freezes the rest.
     monkeypatch.setattr(
         "vllm.v1.engine.core.freeze_gc_heap", lambda: seen.append((there(), garbage()))
     )
-    gc.disable()  # but for who asks for it
+    gc.disable()  # only explicit collections remain
     try:
         another = load(small_path, {"engine_opts": SMALL})
     finally:

@@ -14,7 +14,7 @@ from .driven import SMALL
 
 @pytest.fixture(scope="module")
 def lm(tiny_path):
-    # Two slots: vLLM's mistake on CPU shows where the last is taken.
+    # Two slots, because vLLM's error on a CPU shows if the last one is used.
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, **SMALL}
     with AsyncVirtualLM.from_name(tiny_path, engine_opts=options, cache_size=0) as model:
         yield model

@@ -117,7 +117,7 @@ def test_a_session_that_vllm_is_computing_again_takes_a_token(load_briefly, monk
     rows = engine.step(draw)
     waits = {draw, *map(Query, known)}
     rows |= engine.step(*map(Query, known))
-    while not rows.keys() >= waits:  # the draw takes room from the last session
+    while not rows.keys() >= waits:  # the sample takes room from the last session
         rows |= engine.step()
     monkeypatch.setattr(Request, "append_output_token_ids", append)
     longer = [Query((*ids, 5)) for ids in known]
@@ -147,7 +147,7 @@ def test_sessions_pause_if_vllm_lacks_a_name_or_rows_differ(load_briefly, monkey
             engine = load_briefly()
         monkeypatch.setattr(RunningSessions, "extend", extend)
         engine.prove()
-        assert running.running_sessions(None, 0) is None  # of an engine core elsewhere
+        assert running.running_sessions(None, 0) is None  # the engine core is in another process
     lacks, differs, elsewhere = [
         each["reason"] for each in logs if each["event"] == "vllm.sessions_pause"
     ]

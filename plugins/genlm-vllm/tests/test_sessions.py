@@ -42,7 +42,7 @@ class Blocks:
 
     def __init__(self) -> None:
         self._of: dict[str, list[object]] = {}
-        self._known: dict[object, object] = {}  # by contents, while some request has it
+        self._known: dict[object, object] = {}  # blocks by contents, as long as a request has them
 
     def begin(self, new: VllmRequest, others: Iterable[VllmRequest]) -> None:
         there = {block for each in others for block in self._of[each.request_id]}
@@ -77,7 +77,8 @@ def test_shorter_session_is_left_for_a_fork_of_the_one_just_taken():
         sessions.usage.complete(new)
         assert sessions.park(new) == []
     assert sessions.take(Query((1, 2, 3))).prompt == Query((1, 2))
-    assert sessions.take(Query((1, 2, 3, 4))) is None  # (1,) is there, which lacks a token more
+    # (1,) is kept, but it would need one more token.
+    assert sessions.take(Query((1, 2, 3, 4))) is None
     assert sessions.take(Query((1, 5, 6))).prompt == Query((1, 5))
     sessions.settle()
     assert sessions.take(Query((1, 2, 3, 4))).prompt == Query((1,))
@@ -149,7 +150,7 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
             there[new.request_id] = new
             pinned.add(new.request_id)
         elif deed == "take":
-            # As a context that knows its parent, and as one that does not.
+            # Once as a context that knows its parent, and once as one that does not.
             query = Query(Context(ids[:1], 3).followed_by(ids[1:]), adapter)
             lengths = within_reach(query)
             taken = sessions.take(query if number % 2 else new.prompt)
@@ -189,7 +190,8 @@ def test_block_that_a_request_fills_itself_is_not_shared():
     usage.add(first)
     usage.complete(first)
     usage.add(same)
-    assert usage.tokens == 12 + 12 - 4  # not the second block, which the last token fills
+    # The second block is not shared, because the last token fills it.
+    assert usage.tokens == 12 + 12 - 4
     short, long = session(*range(7), request_id="c"), session(*range(9), request_id="c")
     usage.add(short)
     usage.extend(short, long)

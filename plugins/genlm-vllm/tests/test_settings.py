@@ -21,7 +21,7 @@ from tests.adapter_outcomes import reference_rows
 
 from .driven import SMALL, text
 
-#: Where windows and scaling begin to matter, and the lengths that are tried.
+#: The lengths at which windows and scaling begin to matter, and the lengths that are tried.
 FAR = 20
 LENGTHS = (5, FAR - 1, FAR, FAR + 1, FAR + 4, 2 * FAR + 1, 4 * FAR + 1)
 
@@ -59,7 +59,7 @@ LONGROPE = {
         ("Falcon", {"max_position_embeddings": 256}, {}, 255, []),
         ("Phi3", MIXED, {"max_model_len": FAR}, FAR - 1, []),
         ("Qwen2", QWEN, {"max_model_len": FAR}, FAR - 1, []),
-        ("Llama", SHAPE, {}, 255, []),  # it has no windows, whatever stands there
+        ("Llama", SHAPE, {}, 255, []),  # the family has no windows, whatever its configuration says
         (
             "Llama",
             {"head_dim": 32, "rope_parameters": YARN},
@@ -69,7 +69,7 @@ LONGROPE = {
         ),
         ("Ministral3", MINISTRAL, {"max_model_len": None}, FAR - 1, ["context_ends"]),
         ("Phi3", LONGROPE, {}, FAR - 1, ["context_ends"]),
-        # vLLM would take four times as many tokens, and read beyond the table of embeddings.
+        # vLLM would allow four times as many tokens, and read beyond the table of embeddings.
         ("Llama", DYNAMIC, {"max_model_len": 4 * FAR}, FAR, ["context_limited"]),
     ],
 )
@@ -129,7 +129,7 @@ def windowed(config):
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 LONGER = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-#: Family, configuration, options, and the configuration that they mean.
+#: A family, its configuration, options, and the configuration that they result in.
 MEANT = {
     "theta alone": ("Qwen2", {}, {"hf_overrides": {"rope_theta": 500.0}}, {"rope_theta": 500.0}),
     "theta by a function": ("Qwen2", {}, {"hf_overrides": with_theta}, {"rope_theta": 500.0}),
@@ -146,7 +146,7 @@ def test_options_that_change_the_configuration_are_computed(
     how, make_tiny, load_briefly, monkeypatch
 ):
     """As a config.json would have it."""
-    # It would change transformers' classes, of which further models are made.
+    # This family would change classes of transformers, from which further models are made.
     monkeypatch.setattr(base, "support_torch_compile", lambda **_: lambda kind: kind)
     family, config, options, meant = MEANT[how]
     rope = {} if family == "Cohere2" else {"rope_parameters": PLAIN, "max_position_embeddings": 256}

@@ -134,7 +134,7 @@ def test_a_step_of_a_real_vllm_is_on_the_stream_that_it_made_when_it_loaded(
     monkeypatch.setattr(RowCapture, "apply", step)
     engine = load_briefly()
     assert cuda.current is cuda.default
-    proven = cuda.default.done.count("row")  # a load computes some rows to compare them
+    proven = cuda.default.done.count("row")  # loading computes some rows to compare them
     engine.ask(Query((1, 2, 3)))
     assert cuda.current is cuda.default
     assert cuda.default.done.count("row") > proven

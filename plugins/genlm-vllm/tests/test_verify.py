@@ -43,7 +43,8 @@ def test_verification_finds_a_changed_setting(windowed, monkeypatch):
 
 
 def test_a_window_of_one_token_more_is_found_beyond_it(windowed, monkeypatch):
-    monkeypatch.setattr(loading, "corrections", lambda *_: {})  # vLLM makes Cohere's wider
+    # vLLM makes the windows of Cohere wider.
+    monkeypatch.setattr(loading, "corrections", lambda *_: {})
     with pytest.raises(EngineError, match="beyond sliding_window=30"):
         load_model_by_name(windowed, "vllm", engine_opts=SMALL, verify=True)
 

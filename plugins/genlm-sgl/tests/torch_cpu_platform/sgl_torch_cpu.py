@@ -20,7 +20,8 @@ def activate() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    # Made on demand: this module is imported while the module that holds its base classes still is.
+    # Made on demand, because this module is imported while the module with its base classes is
+    # still being imported.
     if name == "TorchCpuPlatform":
         return _platform()
     raise AttributeError(name)
@@ -40,7 +41,7 @@ def _platform() -> type:
         def get_dispatch_key_name(self) -> str:
             return "native"
 
-    if not hasattr(SRTPlatform, "get_kv_pool_cls"):  # early releases ask for these instead
+    if not hasattr(SRTPlatform, "get_kv_pool_cls"):  # early releases call these methods instead
         TorchCpuPlatform.get_mha_kv_pool_cls = _mha_kv_pool
         TorchCpuPlatform.get_paged_allocator_cls = _paged_allocator
     return TorchCpuPlatform
