@@ -6,13 +6,14 @@ import concurrent.futures
 import math
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
-from genlm.core import Answer, AsyncLM, Query, cache, hookimpl
+from genlm.core import Answer, AsyncLM, EngineError, MockAsyncLM, Query, cache, hookimpl
 from genlm.core.copies import copies_of
 from genlm.core.errors import PluginError
-from genlm.core.mock import ByteTokenizer
+from genlm.core.mock import ByteTokenizer, hashed_row
 from genlm.core.runtime.lanes import Call, keep_own
 from tools.launched import Launched
 
@@ -156,6 +157,80 @@ def test_a_call_that_takes_many_steps_keeps_none_of_their_other_rows() -> None:
         assert rows.exp().sum(-1).tolist() == pytest.approx([1.0] * 11)
     assert len(engine.kept) == 2
     assert engine.most == 0
+
+
+class OneBuffer:
+    """Writes its rows where it wrote those of the call before, as many as fit; rejects [9]."""
+
+    tokenizer, vocab_size = ByteTokenizer(), WIDTH
+    max_context, device, model = None, "cpu", None
+
+    def __init__(self, rows: int = 8) -> None:
+        self.buffer = torch.empty(rows, WIDTH)
+        self.waiting: list[Query] = []
+
+    def written(self, queries):
+        if any(query.token_ids == (9,) for query in queries):
+            raise KeyError("no such text")
+        for row, query in zip(self.buffer, queries, strict=False):
+            row.copy_(hashed_row(query.token_ids, None, WIDTH))
+        return self.buffer[: len(queries)]
+
+
+class Batches(OneBuffer):
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries):
+        return self.written(queries)
+
+
+class Steps(OneBuffer):
+    @hookimpl
+    def genlm_step(self, queries):
+        self.waiting += queries
+        now = [self.waiting.pop(0) for _ in self.buffer[: len(self.waiting)]]
+        return [*map(Answer, now, self.written(now))]
+
+
+def is_own(rows, contexts) -> bool:
+    """Whether rows are those of their contexts."""
+    expected = [hashed_row(tuple(context), None, WIDTH) for context in contexts]
+    return all(map(torch.equal, rows, expected))
+
+
+def test_an_engine_may_write_a_batch_where_it_wrote_the_one_before_the_error() -> None:
+    contexts = [[1], [2], [3], [9], [4], [5]]
+    with AsyncLM(Batches, backend="mine") as lm:
+        rows = gathered(*map(lm.next_token_logprobs, contexts))
+        assert isinstance(rows.pop(3), EngineError)
+        del contexts[3]
+        assert is_own(rows, contexts)
+        assert is_own(map(lm.next_token_logprobs_sync, contexts), contexts)  # the cache
+    assert lm.stats.cache_hits == 5
+
+
+@pytest.mark.parametrize("engine", [Batches, Steps])
+def test_an_engine_may_write_a_row_where_it_wrote_another_one_of_the_same_caller(engine) -> None:
+    contexts = [[1], [2], [3]]
+    with AsyncLM(lambda: engine(rows=1), backend="mine", batch_size=1) as lm:
+        assert is_own(lm.batch_next_token_logprobs_sync(contexts), contexts)
+        scores = lm.sequence_logprobs_sync([1], [2, 3])
+    expected = hashed_row((1,), None, WIDTH)[2], hashed_row((1, 2), None, WIDTH)[3]
+    assert scores.tolist() == [*map(float, expected)]
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_a_mock_of_one_s_own_may_write_its_rows_into_one_array(continuous) -> None:
+    class Own(MockAsyncLM):
+        array = np.empty(WIDTH, np.float32)
+
+        def _get_logprobs(self, token_ids):
+            self.array[:] = hashed_row(tuple(token_ids), None, WIDTH)
+            return self.array
+
+    contexts = [[1], [2], [3]]
+    with Own(continuous=continuous) as lm:
+        assert is_own(gathered(*map(lm.next_token_logprobs, contexts)), contexts)
+        assert is_own(lm.batch_next_token_logprobs_sync(contexts), contexts)
 
 
 def test_nothing_is_kept_for_a_cancelled_caller() -> None:

@@ -33,6 +33,11 @@ class Copy(JointCombiner["torch.Tensor"]):
 the_copy = Copy()
 
 
+def is_row(result: Any) -> bool:
+    """Whether a result is a tensor of floats, as rows and scores are."""
+    return hasattr(result, "untyped_storage") and result.is_floating_point()
+
+
 def is_part(result: Any) -> bool:
     """Whether a result is a tensor that keeps more memory alive than its own."""
     return hasattr(result, "untyped_storage") and result.untyped_storage().nbytes() > result.nbytes

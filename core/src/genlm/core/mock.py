@@ -140,7 +140,9 @@ class MockEngine:
         import torch
 
         if query.adapter is None and self._row is not None:
-            row = torch.as_tensor(self._row(list(query.token_ids)), dtype=torch.float32)
+            given = torch.as_tensor(self._row(list(query.token_ids)))
+            # A copy: the model may write the next row where it wrote this one.
+            row = given.detach().to(torch.float32, copy=True)
             if row.ndim != 1 or not 0 < row.shape[0] <= self.vocab_size:
                 raise ValueError(
                     f"_get_logprobs gave a row of shape {tuple(row.shape)}; the tokenizer has "

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from attrs import Factory, define
 
-from genlm.core.copies import copies_of, is_part
+from genlm.core.copies import copies_of, is_row
 from genlm.core.errors import EngineDeadError, PluginError
 from genlm.core.runtime.combiners import Combiner, EachCombiner, JointCombiner
 from genlm.core.runtime.timeline import Timeline
@@ -192,16 +192,16 @@ def _made(combine: Combiner[Any], results: Sequence[Any]) -> Any:
 
 def keep_own(given: Callers) -> None:
     """Replace the rows of calls that wait for further results by copies: views would keep all rows
-    of their steps in memory."""
-    parts: Callers = []
+    of their steps in memory, and an engine may write its next rows where it wrote these."""
+    rows: Callers = []
     for call, at in given:
         if call.left and call.future.done():  # its caller has cancelled
             call.results[at] = None
-        elif call.left and is_part(call.results[at]):
-            parts.append((call, at))
+        elif call.left and is_row(call.results[at]):
+            rows.append((call, at))
     with contextlib.suppress(Exception):  # there is no memory for the copies; the views stay
-        own = copies_of([call.results[at] for call, at in parts])
-        for (call, at), row in zip(parts, own, strict=True):
+        own = copies_of([call.results[at] for call, at in rows])
+        for (call, at), row in zip(rows, own, strict=True):
             call.results[at] = row
 
 

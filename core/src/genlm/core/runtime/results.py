@@ -276,9 +276,10 @@ def evaluate_isolated(
         if len(requests) == 1:
             return [(requests[0], error)]
     middle = len(requests) // 2
-    return evaluate_isolated(evaluate, requests[:middle]) + evaluate_isolated(
-        evaluate, requests[middle:]
-    )
+    first = evaluate_isolated(evaluate, requests[:middle])
+    # An engine may return a buffer of its own, and write the rows of its next call into it.
+    kept = [(r, result.clone() if hasattr(result, "clone") else result) for r, result in first]
+    return kept + evaluate_isolated(evaluate, requests[middle:])
 
 
 def wrong_tensor(rows: Any, shape: tuple[int, ...]) -> str | None:
