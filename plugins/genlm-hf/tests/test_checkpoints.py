@@ -89,6 +89,22 @@ def test_tensor_in_memory_of_a_freed_one_counts_separately() -> None:
     assert [*reading.unread(torch.nn.Module())] == ["third"]
 
 
+def test_a_large_tensor_that_a_loader_lets_go_of_stays_unread() -> None:
+    """Although others take its place in memory, of the checkpoint and of the loader."""
+    reading, place = Reading(), bytearray(b"\1" * (4 << 19))
+
+    def at_the_place() -> torch.Tensor:
+        return torch.frombuffer(place, dtype=torch.float32)
+
+    with reading.watched():
+        for name, tensor in reading.of((name, at_the_place()) for name in ("a", "b", "c")):
+            if name == "b":
+                tensor.sum()
+            del tensor
+        at_the_place().sum()
+    assert [*reading.unread(torch.nn.Module())] == ["a", "c"]
+
+
 MIXTRAL = MixtralConfig(**SIZES, num_local_experts=2)
 BIAS, EXPERT = "model.layers.0.self_attn.q_proj.bias", "block_sparse_moe.experts.0.w1.weight"
 MATTERS = [

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from attrs import frozen
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -85,6 +86,7 @@ class Reading:
     def __init__(self) -> None:
         self._begins: list[int] = []
         self._unread: dict[int, _Unread] = {}
+        self._freed: list[_Unread] = []
         self._lock = Lock()  # loaders read in several threads
 
     @contextmanager
@@ -115,9 +117,7 @@ class Reading:
 
     def of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The names and tensors of a checkpoint, on their way to the loader."""
-        for name, tensor in weights:
-            self._add(name, tensor)
-            yield name, tensor
+        return map(self._added, weights)  # which keeps no tensor
 
     def unread(self, model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
         """The names and shapes of tensors that no operation has read, that are no weights of the
@@ -125,28 +125,33 @@ class Reading:
         for one in (*model.parameters(), *model.buffers()):
             if not one.is_meta:
                 self._has_read(one)
-        found = (self._unread[begin] for begin in self._begins)
+        found = (*self._freed, *(self._unread[begin] for begin in self._begins))
         return {one.name: one.shape for one in found if not one.is_known_to_be_zeros}
 
-    def _add(self, name: str, tensor: torch.Tensor) -> None:
+    def _added(self, weight: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+        name, tensor = weight
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         if begin == end:
-            return
+            return weight
         values = tensor if tensor.nbytes <= KEPT_BYTES else None
+        storage = StorageWeakRef(tensor.untyped_storage())
         with self._lock:
-            # What was there before has been freed.
+            # What was there before has been freed, or is the same tensor under another name.
             first, last = bisect_left(self._begins, begin), bisect_left(self._begins, end)
-            for freed in self._begins[first:last]:
-                del self._unread[freed]
+            before = [self._unread.pop(each) for each in self._begins[first:last]]
+            self._freed += [one for one in before if one.storage.expired()]
             self._begins[first:last] = [begin]
-            self._unread[begin] = _Unread(name, tuple(tensor.shape), end, values)
+            self._unread[begin] = _Unread(name, tuple(tensor.shape), end, values, storage)
+        return weight
 
     def _has_read(self, tensor: torch.Tensor) -> None:
         address = tensor.data_ptr()
         with self._lock:
             at = bisect_right(self._begins, address) - 1
             if at >= 0 and address < self._unread[self._begins[at]].end:
-                del self._unread[self._begins.pop(at)]
+                one = self._unread.pop(self._begins.pop(at))
+                if one.storage.expired():  # another tensor is where it was
+                    self._freed.append(one)
 
 
 @frozen(eq=False)
@@ -158,12 +163,14 @@ class _Unread:
         shape: Its shape.
         end: The address behind it.
         values: The tensor, if it is small.
+        storage: Whether its memory has been freed.
     """
 
     name: str
     shape: tuple[int, ...]
     end: int
     values: torch.Tensor | None
+    storage: Any
 
     @property
     def is_known_to_be_zeros(self) -> bool:
