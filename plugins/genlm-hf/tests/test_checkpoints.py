@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 
 from genlm.core import EngineError
 from genlm.kit.checkpoints import (
-    Reading,
     read_by_transformers,
     require_all_read,
     require_one_head,
 )
+from genlm.kit.loads import Reading
 from genlm.kit.settings import is_read
 
 Weights = Iterable[tuple[str, torch.Tensor]]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from genlm.core.errors import EngineError
-from genlm.kit.checkpoints import Reading, read_by_transformers, require_all_read
+from genlm.kit.checkpoints import read_by_transformers, require_all_read
+from genlm.kit.loads import Reading
 from genlm.kit.settings import in_transformers
 
 #: The ends of the names of parameters that checkpoints may lack: those of quantised weights and

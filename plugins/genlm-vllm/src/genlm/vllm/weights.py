@@ -10,7 +10,8 @@ from typing import Any
 
 from genlm.core.checks import describe_error
 from genlm.core.errors import UnsupportedError
-from genlm.kit.checkpoints import Reading, Shapes, read_by_transformers
+from genlm.kit.checkpoints import Shapes, read_by_transformers
+from genlm.kit.loads import Reading
 
 #: The values of ``load_format`` for folders that transformers can read too.
 FORMATS = ("auto", "hf", "safetensors")
