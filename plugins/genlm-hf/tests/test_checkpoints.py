@@ -17,7 +17,6 @@ from genlm.core import EngineError
 from genlm.kit.checkpoints import (
     read_by_transformers,
     require_all_read,
-    require_one_head,
 )
 from genlm.kit.loads import Reading
 from genlm.kit.settings import is_read
@@ -137,16 +136,11 @@ def test_a_head_that_is_left_out_beside_tied_embeddings(tmp_path: Path, prefix: 
     }
     unread = {f"{prefix}lm_head.weight": (16, 8)}
     save_file(held, tmp_path / "model.safetensors")
-    for refuse in (
-        lambda: require_all_read(unread, "a model", tmp_path, settings, "Engine"),
-        lambda: require_one_head(tmp_path, settings, "Engine"),
-    ):
-        with pytest.raises(EngineError, match=r"which differ, .*by which Engine takes one for"):
-            refuse()
+    with pytest.raises(EngineError, match=r"which differ, .*by which Engine takes one for"):
+        require_all_read(unread, "a model", tmp_path, settings, "Engine")
     held[f"{prefix}lm_head.weight"] = held[f"{prefix}model.embed_tokens.weight"].clone()
     save_file(held, tmp_path / "model.safetensors")
     require_all_read(unread, "a model", tmp_path, settings, "Engine")
-    require_one_head(tmp_path, settings, "Engine")
     both = unread | {f"{prefix}model.embed_tokens.weight": (16, 8)}
     with pytest.raises(EngineError, match=r"\(2 weights in all\)"):
         require_all_read(both, "a model", tmp_path, settings, "Engine")

@@ -121,14 +121,6 @@ def require_same(folder: Path | None, settings: Any, names: Iterable[str], engin
             )
 
 
-def require_one_head(folder: Path, settings: Any, engine: str) -> None:
-    """See :func:`require_same`."""
-    if getattr(settings, "tie_word_embeddings", False) and weight_files(folder):
-        empty = in_transformers(settings)
-        for names in () if empty is None else tied(empty):
-            require_same(folder, settings, names, engine)
-
-
 def tied(empty: torch.nn.Module) -> list[set[str]]:
     """The names of weights that are one and the same in a model: those of its embeddings and its
     output layer."""

@@ -16,7 +16,7 @@ import mlx.core as mx
 from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
-from genlm.kit.checkpoints import read_by_transformers, require_one_head, require_weights
+from genlm.kit.checkpoints import read_by_transformers, require_all_read, require_weights
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
 from genlm.kit.settings import rope_limits, rope_reach, settings_of
 from genlm.kit.tokenizer_files import follow_file
@@ -28,6 +28,7 @@ from genlm.mlx.probe import store_of
 from genlm.mlx.repairs import repair
 from genlm.mlx.runner import Runner
 from genlm.mlx.settings import refuse_unread
+from genlm.mlx.weights import noting
 
 #: Rotary settings, each with its name in mlx-lm's GPT-NeoX.
 GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
@@ -63,11 +64,16 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
     config = json.loads((folder / "config.json").read_text())
     settings = settings_of(folder)
     require_weights(str(folder), settings)
-    require_one_head(folder, settings, "mlx-lm")
+    dropped: dict[str, tuple[int, ...]] = {}
     try:
         given = unsaid(config, settings)
         with links_to_weights(folder) as linked:
-            model, _ = load_model(linked, model_config=given | amended({**config, **given}))
+            model, _ = load_model(
+                linked,
+                model_config=given | amended({**config, **given}),
+                get_model_classes=noting(dropped),
+            )
+        require_all_read(dropped, name, folder, settings, "mlx-lm")
         repair(model)
         longest = max_context(config)
         if settings is not None and longest is not None:

@@ -1,0 +1,65 @@
+"""Weights that models of mlx-lm drop as they rename those of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Ernie4_5_MoeConfig
+
+from genlm.core.errors import EngineError
+from genlm.mlx import weights
+from genlm.mlx.loading import load
+
+from .conftest import HEADS, SIZES
+from .test_settings import Saved
+
+
+class Model:
+    """Renames, joins, turns and drops weights."""
+
+    def __init__(self, given: Any) -> None:
+        pass
+
+    def sanitize(self, held: dict[str, mx.array]) -> dict[str, mx.array]:
+        return {
+            "same": held["same"],
+            "renamed": held.pop("called otherwise"),
+            "joined": mx.stack([held[f"experts.{n}"] for n in range(2)]),
+            "turned": held["convolution"].T * 0.5,
+            "packed": mx.concatenate([held["codes"], held["codes"]]),
+        }
+
+
+def test_what_is_neither_renamed_nor_joined_nor_turned_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weights, "_get_classes", lambda config: (Model, dict))
+    dropped: dict[str, tuple[int, ...]] = {}
+    make, arguments = weights.noting(dropped)({})
+    model = make(arguments())
+    names = ["same", "called otherwise", "convolution", *(f"experts.{n}" for n in range(4))]
+    held = {name: mx.ones((2, 3)) for name in names}
+    held |= {"zeros": mx.zeros(4), "bias": mx.array([0.0, 1.0]), "codes": mx.ones(2, mx.uint32)}
+    assert [*model.sanitize(dict(held))] == ["same", "renamed", "joined", "turned", "packed"]
+    assert dropped == {"bias": (2,), "experts.2": (2, 3), "experts.3": (2, 3)}
+    dropped.clear()
+    model.sanitize(held)
+    assert not dropped, "weights that a program loads later are its own"
+
+
+def test_a_model_that_drops_what_transformers_reads_is_refused(saved: Saved) -> None:
+    """A bias of the router: zeros in a new model, and not in a trained one."""
+    moe = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
+    folder = saved(Ernie4_5_MoeConfig(**SIZES, **HEADS, **moe, pad_token_id=0))
+    file = Path(folder, "model.safetensors")
+    held = load_file(file)
+    biases = sorted(name for name in held if name.endswith("e_score_correction_bias"))
+    save_file(held | {name: torch.rand(held[name].shape) for name in biases}, file)
+    said = rf"has {biases[0]} \({len(biases)} weights .*mlx-lm leaves them out of ernie4"
+    with pytest.raises(EngineError, match=said):
+        load(folder, {})
