@@ -110,7 +110,7 @@ REFUSED_FOLDERS = {
     "no architecture": "SGLang cannot serve",
     "a head beside tied embeddings": "model.embed_tokens.weight and lm_head.weight, which differ",
     "names without their beginning": "no weights of LlamaForCausalLM for model.embed_tokens.weight",
-    "old buffers, and no last norm": r"for model\.norm\.weight \(1 of ",
+    "old buffers, and no last norm": r"for model\.norm\.weight \(1 in all\)",
 }
 
 

@@ -1,9 +1,11 @@
-"""Loads: which tensors of a checkpoint an engine's loader reads."""
+"""Loads: which tensors of a checkpoint an engine's loader reads, and which parameters it writes."""
 
 from __future__ import annotations
 
+import sys
+import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock, get_ident
@@ -15,9 +17,86 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from genlm.core.errors import EngineError
+from genlm.kit.checkpoints import Shapes
+from genlm.kit.settings import in_transformers
+
 #: Unread tensors of up to this many bytes are kept until the end of a load: their values are
 #: looked at, and no other tensor takes their place in memory.
 KEPT_BYTES = 1 << 20
+
+#: Ends of the names of parameters that checkpoints need not have: of quantised weights and caches.
+OPTIONAL = ("scale", "scale_inv", "zero_point")
+
+
+@frozen
+class Load:
+    """What a model has done with a checkpoint.
+
+    Attributes:
+        unread: The shapes of tensors that it has left out, by name: see :meth:`Reading.unread`.
+        unwritten: The names of its parameters that it has not loaded: see
+            :meth:`Writing.unwritten`.
+    """
+
+    unread: Shapes
+    unwritten: Sequence[str]
+
+
+def watch_load(
+    model: Any,
+    ended: Callable[[Any, Load], None],
+    settings: Any = None,
+    *,
+    needed: Container[str] | None = None,
+    partly: bool = True,
+) -> Callable[[], None]:
+    """Watch the first load of a model, whichever loader gives it weights, until the result is
+    called.
+
+    Args:
+        model: A module with a method ``load_weights`` that takes names and tensors.
+        ended: Gets the model and its load.
+        settings: See :func:`genlm.kit.settings.settings_of`.
+        needed: See :class:`Writing`.
+        partly: See :meth:`Writing.unwritten`.
+    """
+    own: Any = weakref.WeakMethod(model.load_weights)  # else a model would keep itself
+
+    def load_weights(weights: Any, *args: Any, **named: Any) -> Any:
+        end()  # weights that come later may be a part of them
+        load, reading = own(), Reading()
+        model = load.__self__
+        writing = Writing(model, needed)
+        with reading.watched():
+            result = load(reading.of(weights), *args, **named)
+        ended(model, Load(reading.unread(model), writing.unwritten(settings, partly=partly)))
+        return result
+
+    def end() -> None:
+        load = own()
+        if load is not None and vars(load.__self__).get("load_weights") is load_weights:
+            del load.__self__.load_weights
+
+    model.load_weights = load_weights
+    return end
+
+
+@contextmanager
+def replaced(package: str, name: str, old: Any, new: Any) -> Iterator[None]:
+    """While a function is another one in all modules of a package that have it under this name,
+    also in those that are imported meanwhile."""
+    _replace(package, name, old, new)
+    try:
+        yield
+    finally:
+        _replace(package, name, new, old)
+
+
+def _replace(package: str, name: str, old: Any, new: Any) -> None:
+    for path, module in list(sys.modules.items()):
+        if path.startswith(package) and getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
 
 
 class Reading:
@@ -79,7 +158,7 @@ class Reading:
         if begin == end:
             return weight
         values = tensor if tensor.nbytes <= KEPT_BYTES else None
-        storage = StorageWeakRef(tensor.untyped_storage())
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         with self._lock:
             # What was there before has been freed, or is the same tensor under another name.
             first, last = bisect_left(self._begins, begin), bisect_left(self._begins, end)
@@ -135,3 +214,88 @@ class _Operations(TorchDispatchMode):
                 if type(one) is torch.Tensor and not one.is_meta:
                     self._has_read(one)
         return func(*args, **(kwargs or {}))
+
+
+class Writing:
+    """Sees which parameters of a model a load writes. Of the others the engine would serve what
+    happens to be in memory.
+
+    Until it is written, a part of each parameter that all of its rows have is NaN.
+
+    Args:
+        model: Before the load.
+        needed: The names of parameters to look at; ``None``: all that checkpoints must have.
+    """
+
+    def __init__(self, model: torch.nn.Module, needed: Container[str] | None = None) -> None:
+        self._model = model
+        self._marks = list(_marks(model, needed))
+
+    def unwritten(self, settings: Any, *, partly: bool) -> list[str]:
+        """The names of parameters that have not been written; to be called once, after the load.
+
+        All others have no marks any more. A norm that the engine has and transformers' model has
+        not is as the engine has made it.
+
+        Args:
+            settings: See :func:`genlm.kit.settings.settings_of`.
+            partly: Also of those of which a part has not been written.
+        """
+        found = []
+        for name, place, before in self._marks:
+            marked = place.isnan()
+            if not bool(marked.any()):
+                continue
+            wholly = bool(marked.all())
+            if (wholly or partly) and not (wholly and self._is_own(name, before, settings)):
+                found.append(name)
+            else:
+                place.copy_(torch.where(marked, before, place))
+        return found
+
+    def _is_own(self, name: str, before: torch.Tensor, settings: Any) -> bool:
+        """Whether the engine has made a norm that transformers' model has not."""
+        if self._model.get_parameter(name).ndim > 1:
+            return False
+        if bool((before != before[0]).any()) or float(before[0]) == 0:  # as memory may be
+            return False
+        empty = in_transformers(settings)
+        return empty is not None and name not in dict(empty.named_parameters())
+
+
+def _marks(
+    model: torch.nn.Module, needed: Container[str] | None
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Write the marks.
+
+    Yields:
+        The name of a parameter, the part of it, and what was there.
+    """
+    for name, parameter in model.named_parameters():
+        if needed is not None and name not in needed:
+            continue
+        plain = parameter.is_floating_point() and parameter.dtype.itemsize > 1
+        if plain and parameter.numel() > 1 and not (parameter.is_meta or name.endswith(OPTIONAL)):
+            place = parameter.data if parameter.ndim < 2 else parameter.data[..., 0]
+            before = place.clone()
+            place.fill_(torch.nan)
+            yield name, place, before
+
+
+def require_all_written(unwritten: Sequence[str], model: str, kind: str, engine: str) -> None:
+    """Refuse a model of which a load has not written all parameters.
+
+    Args:
+        unwritten: Which it has not, see :meth:`Writing.unwritten`.
+        model: What the user gave.
+        kind: Its family or class, for people.
+        engine: The engine's name, for people.
+
+    Raises:
+        EngineError: it has not written some.
+    """
+    if unwritten:
+        raise EngineError(
+            f"{engine} finds no weights of {kind} for {unwritten[0]} ({len(unwritten)} in all) in "
+            f"{model!r}, or they are NaN; it may call them otherwise: load it with backend='hf'"
+        )

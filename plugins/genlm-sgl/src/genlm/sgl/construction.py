@@ -50,7 +50,7 @@ def construct(options: Mapping[str, Any], gpu_id: int, settings: Any) -> Any:
         place = {}
     scheduler = module.Scheduler.__new__(module.Scheduler)
     try:
-        with required(arguments.model_path, settings):
+        with required(arguments.model_path, settings, arguments.load_format):
             scheduler.__init__(arguments, ports, **place)
     finally:
         # This also runs if the constructor fails. An open socket that is garbage-collected would

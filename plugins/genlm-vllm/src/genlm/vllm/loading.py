@@ -17,6 +17,7 @@ from genlm.core.errors import EngineError, GenlmError, InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.kit import randomness
 from genlm.kit.checkpoints import require_all_read, require_weights
+from genlm.kit.loads import Load, require_all_written
 from genlm.kit.memory import is_out_of_memory
 from genlm.kit.model_files import (
     eos_token_ids,
@@ -116,9 +117,7 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     follow_file(engine.tokenizer, tokenizer, given.get("tokenizer_revision") or where[0], where[1])
     try:
         with _explained(model):
-            unread = rows.unread_weights(engine.model)
-            folder = local_folder(model, *where)
-            require_all_read(unread, model, folder, configured, "vLLM")
+            _require_whole(rows.load(engine.model), model, configured, given)
             if local:
                 explain_repacked_weights(engine.model)
             engine.prove()
@@ -133,6 +132,29 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
         context=engine.max_context,
     )
     return engine
+
+
+def _require_whole(load: Load | None, model: str, settings: Any, given: Mapping[str, Any]) -> None:
+    """Refuse a model that has left out a part of its checkpoint, or lacked a part of itself there.
+
+    Args:
+        load: What it has done with the checkpoint; ``None`` if nobody could watch that.
+        model: The folder or hub name.
+        settings: What its configuration says, if transformers knows it.
+        given: The user's ``engine_opts``.
+
+    Raises:
+        EngineError: it has.
+    """
+    load_format = given.get("load_format", "auto")
+    if load is None:
+        if load_format != "dummy":
+            log.warning("weights.unwatched", model=model, load_format=load_format)
+        return
+    kind = getattr(settings, "model_type", "this model")
+    require_all_written(load.unwritten, model, kind, "vLLM")
+    folder = local_folder(model, given.get("revision"), given.get("download_dir"))
+    require_all_read(load.unread, model, folder, settings, "vLLM")
 
 
 @contextmanager

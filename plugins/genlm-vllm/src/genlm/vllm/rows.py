@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm.kit.checkpoints import Shapes
+from genlm.kit.loads import Load
 from genlm.vllm.capture import RowStore, hide_padding
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.streams import used_here
-from genlm.vllm.weights import unread
+from genlm.vllm.weights import load_of
 
 
 class LocalRows:
@@ -49,9 +49,9 @@ class LocalRows:
         """See :func:`genlm.vllm.capture.hide_padding`."""
         hide_padding(model, width)
 
-    def unread_weights(self, model: Any) -> Shapes:
-        """What was not read of the model's checkpoint: shapes by name."""
-        return unread(model)
+    def load(self, model: Any) -> Load | None:
+        """See :func:`genlm.vllm.weights.load_of`."""
+        return load_of(model)
 
 
 class WorkerRows:
@@ -84,10 +84,14 @@ class WorkerRows:
     def hide_padding(self, model: Any, width: int) -> None:
         self._core.call_workers("genlm_hide_padding", width)
 
-    def unread_weights(self, model: Any) -> Shapes:
-        """What none of the workers has read: each reads a part."""
-        first, *others = self._core.call_workers("genlm_unread_weights")
-        return {name: first[name] for name in first if all(name in other for other in others)}
+    def load(self, model: Any) -> Load | None:
+        """See :func:`genlm.vllm.weights.load_of`. Each worker reads a part of the checkpoint."""
+        replies = self._core.call_workers("genlm_load")
+        if None in replies:
+            return None
+        (first, _), *_ = replies
+        unread = {name: first[name] for name in first if all(name in one for one, _ in replies)}
+        return Load(unread, [name for _, unwritten in replies for name in unwritten])
 
 
 Rows = LocalRows | WorkerRows

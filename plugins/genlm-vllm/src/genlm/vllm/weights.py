@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from genlm.core.checks import describe_error
 from genlm.core.errors import UnsupportedError
-from genlm.kit.checkpoints import Shapes, read_by_transformers
-from genlm.kit.loads import Reading
+from genlm.kit.checkpoints import read_by_transformers
+from genlm.kit.loads import Load, replaced, watch_load
 
 #: The values of ``load_format`` for folders that transformers can read too.
-FORMATS = ("auto", "hf", "safetensors")
+FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
 
-#: The attribute of a loaded model that :func:`unread` reads.
-UNREAD = "genlm_unread_weights"
+#: The attribute of a loaded model that :func:`load_of` reads.
+LOAD = "genlm_load"
 
 
 @contextmanager
@@ -31,44 +34,67 @@ def watched() -> Iterator[None]:
 
 
 def watch() -> Callable[[], None]:
-    """Let vLLM's loader read the files that transformers reads, and note the tensors that it leaves
-    out. Calling the result ends this."""
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader as Loader
+    """Let vLLM's loaders read the files that transformers reads, and note what models do with the
+    weights that they are given, until the result is called."""
+    from vllm.model_executor import model_loader
 
-    prepare, load = Loader._prepare_weights, Loader.load_weights
-    if hasattr(load, UNREAD):  # a forked process inherits its parent's
-        return lambda: None
+    make, ending = model_loader.utils.initialize_model, ExitStack()
+    if hasattr(make, LOAD):  # a forked process inherits its parent's
+        return ending.close
 
-    def prepare_weights(self: Any, *args: Any, **named: Any) -> tuple[Any, ...]:
-        folder, files, safe, *more = prepare(self, *args, **named)
+    def make_watched(vllm_config: Any, *args: Any, **named: Any) -> Any:
+        model = make(vllm_config, *args, **named)
+        quantised = vllm_config.quant_config is not None
+        needed = {*_plain_parameters(model)} if quantised else None
+        ending.callback(watch_load(model, _note, needed=needed, partly=False))
+        return model
+
+    setattr(make_watched, LOAD, True)
+    ending.enter_context(replaced("vllm.", "initialize_model", make, make_watched))
+    for loader in (model_loader.DefaultModelLoader, model_loader.RunaiModelStreamerLoader):
+        ending.callback(setattr, loader, "_prepare_weights", loader._prepare_weights)
+        loader._prepare_weights = _as_transformers(loader._prepare_weights)
+    return ending.close
+
+
+def _plain_parameters(model: torch.nn.Module) -> Iterator[str]:
+    """The names of parameters of a quantised model that are not quantised. vLLM pads the others,
+    or makes them itself, so that no checkpoint has them."""
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        plain = isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+        for own, _ in module.named_parameters(recurse=False):
+            if plain or (isinstance(module, LinearBase) and own == "bias"):
+                yield f"{name}.{own}"
+
+
+def _note(model: Any, load: Load) -> None:
+    setattr(model, LOAD, load)
+
+
+def _as_transformers(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """How a loader finds the files of a folder: those that transformers reads."""
+
+    def prepare_weights(self: Any, *args: Any, **named: Any) -> Any:
+        found = prepare(self, *args, **named)
+        if isinstance(found, list):  # of the streamer, which has no other format
+            return read_by_transformers(str(Path(found[0]).parent), found)
+        folder, files, safe, *more = found
         if self.load_config.load_format in FORMATS:
             files = read_by_transformers(folder, files)
             safe = files[0].endswith(".safetensors")
         return folder, files, safe, *more
 
-    def load_weights(self: Any, model: Any, *args: Any, **named: Any) -> None:
-        reading, weights = Reading(), self.get_all_weights
-        self.get_all_weights = lambda *of, **how: reading.of(weights(*of, **how))
-        try:
-            with reading.watched():
-                load(self, model, *args, **named)
-        finally:
-            del self.get_all_weights
-        setattr(model, UNREAD, reading.unread(model))
-
-    setattr(load_weights, UNREAD, True)
-
-    def end() -> None:
-        Loader._prepare_weights, Loader.load_weights = prepare, load
-
-    Loader._prepare_weights, Loader.load_weights = prepare_weights, load_weights
-    return end
+    return prepare_weights
 
 
-def unread(model: Any) -> Shapes:
-    """The shapes of the tensors of a loaded model's checkpoint that vLLM did not read, by name.
-    Empty if another one of vLLM's loaders loaded the model."""
-    found: Shapes = getattr(model, UNREAD, {})
+def load_of(model: Any) -> Load | None:
+    """What a loaded model has done with its checkpoint; ``None`` if its loader has written weights
+    past the model, or has made them up."""
+    found: Load | None = getattr(model, LOAD, None)
     return found
 
 

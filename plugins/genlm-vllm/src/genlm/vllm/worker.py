@@ -13,7 +13,7 @@ import torch
 
 from genlm.vllm.capture import RowStore, capture_into, hide_padding
 from genlm.vllm.internals import groups_of_layers
-from genlm.vllm.weights import unread, watch
+from genlm.vllm.weights import load_of, watch
 
 ROWS = RowStore()
 watch()  # before this process's only model is loaded
@@ -53,6 +53,9 @@ class RowAccess:
         """See :func:`genlm.vllm.internals.groups_of_layers`."""
         return groups_of_layers(self.model_runner.kv_cache_config, self.vllm_config)
 
-    def genlm_unread_weights(self) -> dict[str, list[int]]:
-        """See :func:`genlm.vllm.weights.unread`."""
-        return {name: list(shape) for name, shape in unread(self.model_runner.model).items()}
+    def genlm_load(self) -> tuple[dict[str, list[int]], list[str]] | None:
+        """See :func:`genlm.vllm.weights.load_of`."""
+        load = load_of(self.model_runner.model)
+        if load is None:
+            return None
+        return {name: list(shape) for name, shape in load.unread.items()}, list(load.unwritten)

@@ -1,0 +1,87 @@
+"""What models do with the weights that SGLang's loaders give them, whichever loader that is. The
+proof by rows has no part in it: it would not run of large folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from structlog.testing import capture_logs
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from genlm.core import EngineError, Query
+from genlm.kit.loads import KEPT_BYTES
+from genlm.sgl.loading import load
+from tools.tiny import write_tokenizer
+
+SMALL = {"max_total_tokens": 1024}
+
+THREADS = {
+    "model_loader_extra_config": json.dumps({"enable_multithread_load": True, "num_threads": 2})
+}
+FORMATS = {
+    "one after the other": {},
+    "by threads": THREADS,
+    "pickled": {"load_format": "pt"},
+    "pickled, by threads": {"load_format": "pt", **THREADS},
+    "pickled, as NumPy's": {"load_format": "npcache"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Llama with biases that SGLang's class has not, two of them large; in every format."""
+    made = tmp_path_factory.mktemp("biases")
+    wide = KEPT_BYTES // 4 + 64
+    shape = {"hidden_size": 16, "intermediate_size": wide, "num_hidden_layers": 1}
+    config = LlamaConfig(**shape, vocab_size=257, num_attention_heads=4, mlp_bias=True)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_()
+    model.save_pretrained(made)
+    for name in ("model.pt", "pytorch_model.bin"):
+        torch.save(load_file(made / "model.safetensors"), made / name)
+    write_tokenizer(made, "<end>")
+    return str(made)
+
+
+@pytest.mark.parametrize("how", FORMATS)
+def test_weights_that_a_class_leaves_out_are_seen_by_every_loader(how: str, folder: str) -> None:
+    said = r"has model\.layers\.0\.mlp\.\w+_proj\.bias \(3 .*out of llama; .*backend='hf'"
+    with pytest.raises(EngineError, match=said):
+        load(folder, {"engine_opts": SMALL | FORMATS[how]})
+
+
+@pytest.mark.parametrize("load_format", ["sharded_state", "dummy"])
+def test_a_loader_that_cannot_be_watched_is_named(
+    load_format: str, tiny: str, tmp_path: Path
+) -> None:
+    """It writes weights past the model; random ones are no checkpoint's."""
+    from sglang.srt.model_loader.loader import ShardedStateLoader
+
+    engine = load(tiny, {"engine_opts": SMALL})
+    try:
+        ShardedStateLoader.save_model(engine.model, str(tmp_path))
+        expected = engine.evaluate_alone(Query((1, 2, 3)))
+    finally:
+        engine.genlm_close()
+    for file in Path(tiny).iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with capture_logs() as logs:
+        engine = load(str(tmp_path), {"engine_opts": SMALL | {"load_format": load_format}})
+    named = [log for log in logs if log["event"] == "weights.unwatched"]
+    try:
+        if load_format == "dummy":
+            assert not named
+        else:
+            (warning,) = named
+            assert (warning["log_level"], warning["load_format"]) == ("warning", load_format)
+            torch.testing.assert_close(engine.evaluate_alone(Query((1, 2, 3))), expected)
+    finally:
+        engine.genlm_close()

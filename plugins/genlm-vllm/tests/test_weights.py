@@ -1,0 +1,146 @@
+"""What models do with the weights that vLLM's loaders give them, whichever loader that is. The
+proof by rows has no part in it: it would not run of large folders."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
+from vllm.model_executor.model_loader import base_loader, runai_streamer_loader
+from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+
+from genlm.core import EngineError, Query
+from genlm.kit.loads import KEPT_BYTES
+from tests.adapter_outcomes import reference_rows
+
+from .driven import text
+
+THREADS = {"model_loader_extra_config": {"enable_multithread_load": True, "num_threads": 2}}
+FORMATS = {
+    "one after the other": {},
+    "by threads": THREADS,
+    "whole files": {"safetensors_load_strategy": "eager"},
+    "pickled": {"load_format": "pt"},
+    "pickled, by threads": {"load_format": "pt", **THREADS},
+    "pickled, as NumPy's": {"load_format": "npcache"},
+    "streamed": {"load_format": "runai_streamer"},
+}
+
+
+@pytest.fixture
+def streamed(monkeypatch):
+    """The files that vLLM's streamer reads; its library is not installed."""
+    read = []
+
+    def iterate(files, *_):
+        for file in files:
+            read.append(Path(file).name)
+            for name, tensor in load_file(file).items():
+                yield name, tensor.clone()
+
+    def found(path):
+        return [str(file) for file in sorted(Path(path).glob("*.safetensors"))]
+
+    monkeypatch.setattr(runai_streamer_loader, "list_safetensors", found)
+    monkeypatch.setattr(runai_streamer_loader, "runai_safetensors_weights_iterator", iterate)
+    return read
+
+
+def copied(folder, to, **more):
+    """A folder with its weights, and more of them, in every format."""
+    copy = shutil.copytree(folder, to / "model")
+    weights = load_file(copy / "model.safetensors") | more
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    for name in ("model.pt", "pytorch_model.bin"):
+        torch.save(weights, copy / name)
+    return str(copy)
+
+
+@pytest.mark.parametrize("how", FORMATS)
+def test_weights_that_a_class_leaves_out_are_seen_by_every_loader(
+    how, make_tiny, load_briefly, tmp_path, streamed
+):
+    """Also large ones, which are not kept until the end."""
+    folder = make_tiny("Cohere", head_dim=32, tie_word_embeddings=False, vocab_size=4096)
+    head = load_file(Path(folder, "model.safetensors"))["lm_head.weight"]
+    assert head.nbytes > KEPT_BYTES
+    with pytest.raises(EngineError, match=r"has lm_head\.weight \(1 .*of cohere; .*backend='hf'"):
+        load_briefly(copied(folder, tmp_path), **FORMATS[how])
+
+
+def test_the_streamer_reads_the_files_that_transformers_reads(
+    make_tiny, load_briefly, tmp_path, streamed
+):
+    folder = copied(make_tiny("Llama"), tmp_path)
+    weights = load_file(Path(folder, "model.safetensors"))
+    others = {name: torch.randn_like(each) for name, each in weights.items()}
+    save_file(others, Path(folder, "zz.safetensors"), {"format": "pt"})
+    (row,) = load_briefly(folder, load_format="runai_streamer").ask(Query(text(1, 9)))
+    assert streamed == ["model.safetensors"]
+    (expected,) = reference_rows(folder, None, [text(1, 9)])
+    torch.testing.assert_close(row, expected, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("load_format", ["sharded_state", "dummy"])
+def test_a_loader_that_cannot_be_watched_is_named(
+    load_format, make_tiny, load_briefly, tmp_path, monkeypatch
+):
+    """It writes weights past the model; random ones are no checkpoint's."""
+    folder = make_tiny("Llama")
+    saved = shutil.copytree(folder, tmp_path / "model")
+    pack = base_loader.process_weights_after_loading
+
+    def save(model, *args):  # before vLLM packs them
+        ShardedStateLoader.save_model(model, str(saved))
+        pack(model, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(base_loader, "process_weights_after_loading", save)
+        (expected,) = load_briefly(folder).ask(Query(text(1, 9)))
+    (saved / "model.safetensors").unlink()
+    with capture_logs() as logs:
+        engine = load_briefly(str(saved), load_format=load_format)
+    named = [log for log in logs if log["event"] == "weights.unwatched"]
+    if load_format == "dummy":
+        assert not named
+    else:
+        (warning,) = named
+        assert (warning["log_level"], warning["load_format"]) == ("warning", load_format)
+        torch.testing.assert_close(engine.ask(Query(text(1, 9)))[0], expected)
+
+
+def quantised(name, weight):
+    """A matrix as GPTQ has it, in four bits."""
+    outputs, inputs = weight.shape
+    packed = {
+        "qweight": torch.randint(2**31 - 1, (inputs // 8, outputs), dtype=torch.int32),
+        "qzeros": torch.full((inputs // 32, outputs // 8), 0x77777777, dtype=torch.int32),
+        "scales": torch.full((inputs // 32, outputs), 0.01, dtype=torch.float16),
+        "g_idx": torch.arange(inputs, dtype=torch.int32) // 32,
+    }
+    return {name.replace("weight", part): one for part, one in packed.items()}
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_quantised_layer_whose_bias_is_in_no_file_is_refused(
+    lacks, make_tiny, load_briefly, tmp_path
+):
+    """vLLM would add what was in memory. What it makes itself of quantised weights is no lack."""
+    method = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    folder = shutil.copytree(make_tiny("Qwen2", quantization_config=method), tmp_path / "model")
+    weights = {}
+    for name, one in load_file(folder / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            weights |= quantised(name, one)
+        elif not (lacks and name.endswith("_proj.bias")):
+            weights[name] = one.bfloat16()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    if not lacks:
+        return load_briefly(str(folder), dtype="bfloat16").ask(Query(text(1, 9)))
+    said = r"no weights of qwen2 for model\.layers\.0\.self_attn\.qkv_proj\.bias \(2 in .*'hf'"
+    with pytest.raises(EngineError, match=said):
+        load_briefly(str(folder), dtype="bfloat16")
