@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,19 +39,52 @@ def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
 
 #: Changes for which a checkpoint has weights that vLLM's class of the family lacks.
 LEFT_OUT = {
+    "cohere": ({"attention_bias": True}, r"self_attn\.\w_proj\.bias \(8 weights"),
+    "cohere2": ({"tie_word_embeddings": False}, r"lm_head\.weight \(1 weights"),
     "ernie4_5": ({"use_bias": True}, r"\w_proj\.bias \(14 weights"),
     "gemma": ({"attention_bias": True}, r"self_attn\.\w_proj\.bias \(8 weights"),
     "olmoe": ({"attention_bias": True}, r"self_attn\.\w_proj\.bias \(8 weights"),
     "qwen3": ({"attention_bias": True}, r"self_attn\.o_proj\.bias \(2 weights"),
 }
 
+#: And changes for which it lacks weights that vLLM's class has: of the first kind vLLM would serve
+#: what was in memory.
+LACKING = {
+    "gpt_oss": ({"tie_word_embeddings": True}, r"finds no weights of gpt_oss for lm_head\.weight"),
+    "olmoe": ({"tie_word_embeddings": True}, r"finds no weights of olmoe for lm_head\.weight"),
+    "qwen2_moe": (
+        {"qkv_bias": False},
+        r"for model\.layers\.0\.self_attn\.qkv_proj\.bias",
+    ),
+    "stablelm": ({"use_parallel_residual": True}, r"not initialized .*post_attention_layernorm"),
+}
+
+#: What of the weights vLLM itself says.
+UNKNOWN = {"stablelm": ({"qk_layernorm": True}, r"no module .*\.self_attn\.[kq]_layernorm")}
+
 
 @pytest.mark.parametrize("family", LEFT_OUT)
 def test_weights_that_vllm_would_leave_out_are_refused(family: str, tmp_path: Path) -> None:
+    """Without the proof, which would not run of large folders."""
     change, named = LEFT_OUT[family]
     *_, found = SWEEP.of(family, tmp_path, lambda _: [change])
     assert (found.changed, found.outcome) == (change, "refused"), found
     assert re.search(rf"{named} .*vLLM leaves them out of {family}; load it with", found.why), found
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        *((family, *each) for family, each in LACKING.items()),
+        *((family, *each) for family, each in UNKNOWN.items()),
+    ],
+)
+def test_weights_that_a_checkpoint_cannot_have_are_refused(
+    family: str, change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    *_, found = SWEEP.of(family, tmp_path, lambda _: [change])
+    assert (found.changed, found.outcome) == (change, "refused"), found
+    assert re.search(said, found.why), found
 
 
 #: Families with what vLLM cannot do with their folders.

@@ -43,28 +43,21 @@ BY_TRANSFORMERS = ("aya_vision",)
 #: vLLM assumes four times the original length.
 YARN, POSITIONS = ("qwen3_vl_text", "qwen3_vl_moe_text"), "mrope_positions_factor"
 
-COHERE = {"tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False}
-
-#: For each family, settings that vLLM does not read, with the values that it assumes.
+#: For each family, settings that vLLM does not read, with the values that it assumes. Settings that
+#: decide which weights there are need no entry: the load shows which weights vLLM leaves out, and
+#: which it lacks.
 TAKEN: Mapping[str, Mapping[str, object]] = {
-    "cohere": COHERE,
-    "cohere2": COHERE,
-    "cohere2_moe": {**COHERE, "norm_topk_prob": True},
+    "cohere": {"hidden_act": "silu"},
+    "cohere2": {"hidden_act": "silu"},
+    "cohere2_moe": {"hidden_act": "silu", "norm_topk_prob": True},
     "falcon": {"activation": "gelu"},
     "falcon_h1": {"mamba_proj_bias": False},
     "gemma": {"hidden_act": "gelu"},
     "gemma4_text": {"hidden_activation": "gelu"},
     "gpt2": {"scale_attn_weights": True},
-    "gpt_oss": {
-        "tie_word_embeddings": False,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-        "attention_bias": True,
-        "rms_norm_eps": 1e-5,
-    },
-    "olmoe": {"norm_topk_prob": False, "clip_qkv": None, "tie_word_embeddings": False},
-    "qwen2_moe": {"qkv_bias": True},
-    "stablelm": {"use_parallel_residual": False, "qk_layernorm": False, "hidden_act": "silu"},
+    "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
+    "olmoe": {"norm_topk_prob": False, "clip_qkv": None},
+    "stablelm": {"hidden_act": "silu"},
 }
 
 #: Settings that vLLM also reads in families in which transformers does not, with the neutral value.
