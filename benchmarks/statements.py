@@ -21,7 +21,7 @@ from benchmarks.protocol import Bench, main
 
 PLUGIN = "hf"
 
-FEW, MANY, TOKENS = 64, 192, 4
+MIN_PARTICLES, MAX_PARTICLES, TOKENS = 64, 192, 4
 
 
 class Statements:
@@ -55,7 +55,7 @@ def no_engine() -> Any:
     from genlm.core.mock import ByteTokenizer
 
     source = torch.Generator().manual_seed(0)
-    rows = torch.randn(1, 258, generator=source).log_softmax(-1).repeat(MANY, 1)
+    rows = torch.randn(1, 258, generator=source).log_softmax(-1).repeat(MAX_PARTICLES, 1)
 
     class Instant:
         tokenizer, vocab_size, max_context, device, model = ByteTokenizer(), 258, None, "cpu", None
@@ -87,7 +87,7 @@ def measure(bench: Bench, statements: Statements, lm: Any, where: str) -> None:
     }
     for name, form in forms.items():
         counts, waits = [], []
-        for n in (FEW, MANY):
+        for n in (MIN_PARTICLES, MAX_PARTICLES):
             asyncio.run(smc(form, lm, n, TOKENS, seed=1))
             with statements:
                 asyncio.run(smc(form, lm, n, TOKENS, seed=2))
@@ -95,7 +95,7 @@ def measure(bench: Bench, statements: Statements, lm: Any, where: str) -> None:
             with Waits() as seen:
                 asyncio.run(smc(form, lm, n, TOKENS, seed=3))
             waits.append(seen.count)
-        tokens = (MANY - FEW) * TOKENS
+        tokens = (MAX_PARTICLES - MIN_PARTICLES) * TOKENS
         for what, (few, many) in (("statements", counts), ("waits", waits)):
             bench.record(f"{name}, {where}", (many - few) / tokens, unit=what)
 

@@ -27,7 +27,7 @@ LENGTHS = (20, 200)
 CONTEXTS = (1, 8, 32)
 
 #: A program with more tokens than this is a long one.
-MANY = 1000
+LONG_PROGRAM_TOKENS = 1000
 
 #: The lengths at which ``extend`` is measured.
 CURVE = (20, 100, 500)
@@ -58,7 +58,7 @@ class Program:
     @property
     def long(self) -> bool:
         """Whether it takes long to make its contexts known."""
-        return self.n * self.length > MANY
+        return self.n * self.length > LONG_PROGRAM_TOKENS
 
     @property
     def repeats(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from attrs import frozen
 
 from genlm.core.errors import EngineError
-from genlm.kit.scaled_copy import INNER_WIDTH, MOST_WEIGHTS, WIDTH, small_config, thresholds
+from genlm.kit.scaled_copy import INNER_WIDTH, MAX_WEIGHTS, WIDTH, small_config, thresholds
 from tools.families import Outcome, note, recorded
 from tools.tiny import write_tokenizer
 
@@ -215,7 +215,7 @@ def random_model(kind: Any, settings: Any) -> Any:
     """Raises: ValueError: it would be too large."""
     with torch.device("meta"):
         weights = sum(one.numel() for one in kind(deepcopy(settings)).parameters())
-    if weights > MOST_WEIGHTS:
+    if weights > MAX_WEIGHTS:
         raise ValueError(f"it would have {weights:,} weights")
     torch.manual_seed(0)
     model = kind(settings).float()

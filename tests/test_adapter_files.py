@@ -336,15 +336,15 @@ def test_invalid_file_is_rejected(write, content, message):
 
 def test_files_beyond_their_size_limits_are_not_read(write):
     folder = write()
-    for length in (1 << 62, files.MOST_HEADER + 1):
+    for length in (1 << 62, files.MAX_HEADER_BYTES + 1):
         with (folder / files.WEIGHTS).open("r+b") as file:
             file.write(length.to_bytes(8, "little"))
-            file.truncate(2 * files.MOST_HEADER)  # makes a hole, which takes no room on disk
+            file.truncate(2 * files.MAX_HEADER_BYTES)  # makes a hole, which takes no room on disk
         with pytest.raises(InvalidAdapterError, match=f"its header has {length} bytes"):
             read_adapter(folder)
     with (folder / files.CONFIG).open("r+b") as file:
-        file.truncate(files.MOST_CONFIG + 1)
-    with pytest.raises(InvalidAdapterError, match=f"at most {files.MOST_CONFIG} are read"):
+        file.truncate(files.MAX_CONFIG_BYTES + 1)
+    with pytest.raises(InvalidAdapterError, match=f"at most {files.MAX_CONFIG_BYTES} are read"):
         read_adapter(folder)
     (folder / files.CONFIG).write_text("[" * 100_000)
     with pytest.raises(InvalidAdapterError, match="is not JSON"):

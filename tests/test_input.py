@@ -174,13 +174,13 @@ def test_endless_iterable_is_read_up_to_the_limit(mock, monkeypatch):
     assert next(read) == 11
     with pytest.raises(InvalidQueryError, match="the continuation has more than the 10 tokens"):
         lm.sequence_logprobs_sync([1], itertools.repeat(1))
-    monkeypatch.setattr("genlm.core.context.MOST", 100)
+    monkeypatch.setattr("genlm.core.context.MAX_TOKENS", 100)
     with pytest.raises(InvalidQueryError, match="more than the 100 tokens"):
         mock().next_token_logprobs_sync(itertools.repeat(1))
 
 
 def test_a_batch_of_the_greatest_length(mock, monkeypatch):
-    monkeypatch.setattr("genlm.core.context.MOST_CONTEXTS", 3)
+    monkeypatch.setattr("genlm.core.context.MAX_CONTEXTS", 3)
     lm = mock()
     assert lm.batch_next_token_logprobs_sync([[1]] * 3).shape == (3, 258)
     for many in ([[1]] * 4, itertools.repeat([1])):

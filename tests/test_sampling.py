@@ -110,8 +110,8 @@ def test_draws_made_together_equal_draws_made_alone(monkeypatch, rows, on_cpu, a
     alone = all_drawers()
     expected = [None if i == 4 else one.draw(rows[i]) for i, one in enumerate(alone)]
     monkeypatch.setattr(drawer, "on_cpu", lambda device: on_cpu)
-    monkeypatch.setattr(drawer, "IN_CACHE", at_once)
-    monkeypatch.setattr(drawer, "IN_MEMORY", at_once)
+    monkeypatch.setattr(drawer, "CPU_CHUNK_NUMBERS", at_once)
+    monkeypatch.setattr(drawer, "DEVICE_CHUNK_NUMBERS", at_once)
     together = all_drawers()
     drawn = draw_together(together, list(rows))
     assert isinstance(drawn.pop(4), EngineError)
@@ -141,7 +141,7 @@ def test_a_gpu_would_launch_as_many_kernels_for_any_number(monkeypatch, rows, op
 def test_a_gpu_is_waited_for_once_for_draws_of_several_kinds(monkeypatch, rows, count, at_once):
     """And gets their numbers in one copy, however many rows are worked on at a time."""
     monkeypatch.setattr(drawer, "on_cpu", lambda device: False)
-    monkeypatch.setattr(drawer, "IN_MEMORY", at_once)
+    monkeypatch.setattr(drawer, "DEVICE_CHUNK_NUMBERS", at_once)
     hows = [{}, {"temperature": 0.0}, {"temperature": 0.5}, {"min_p": 0.1}]
     drawers = [drawers_of(1, **hows[at % len(hows)])[0] for at in range(count)]
     with Transfers() as transfers:
@@ -278,7 +278,7 @@ def test_filters_of_a_whole_vocabulary(monkeypatch, options, values, on_cpu):
     """Also where many tokens are equal, some of them impossible; and by the operations that a GPU
     would take."""
     monkeypatch.setattr(drawer, "on_cpu", lambda device: on_cpu)
-    monkeypatch.setattr(drawer, "LIKELIEST", (4, 800))
+    monkeypatch.setattr(drawer, "TOP_P_CANDIDATES", (4, 800))
     generator = torch.Generator().manual_seed(values)
     row = (torch.randint(values, [3000], generator=generator) * 10.0 / values).log_softmax(-1)
     row[::3] = -math.inf

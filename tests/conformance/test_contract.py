@@ -13,7 +13,7 @@ import torch
 
 from genlm.core import AsyncLM, PluginError, hookimpl
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
-from genlm.core.runtime.results import FIRST
+from genlm.core.runtime.results import CHECKED_RESULTS
 
 from ..doubles import Processor
 
@@ -173,7 +173,7 @@ def test_first_rows_are_checked_by_default(load, what, base):
             return WRONG[what](super().row(query))
 
     lm = load(Engine)
-    for i in range(2 * FIRST):
+    for i in range(2 * CHECKED_RESULTS):
         with pytest.raises(PluginError, match=f"returned .*{what}"):
             lm.next_token_logprobs_sync([i])
     assert load(Engine, check=False).next_token_logprobs_sync([1]).shape == (258,)
@@ -182,7 +182,7 @@ def test_first_rows_are_checked_by_default(load, what, base):
 @pytest.mark.parametrize("base", [MockEngine, ContinuousMockEngine])
 def test_rows_after_the_first_are_not_checked_by_default(load, base):
     lm = load(with_rows(WRONG["logsumexp"], base))
-    lm.batch_next_token_logprobs_sync([[i] for i in range(FIRST)])
+    lm.batch_next_token_logprobs_sync([[i] for i in range(CHECKED_RESULTS)])
     assert float(lm.next_token_logprobs_sync(BAD_CONTEXT).logsumexp(0)) == pytest.approx(
         0.5, abs=1e-4
     )
@@ -191,7 +191,7 @@ def test_rows_after_the_first_are_not_checked_by_default(load, base):
 @pytest.mark.parametrize("change", [lambda row: row / 0.5, torch.exp, lambda row: row * torch.nan])
 def test_first_rows_of_a_wrapper_are_checked_by_default(load, change):
     lm = load(MockEngine, wrappers=[Processor(lambda _, rows: change(rows))])
-    for i in range(2 * FIRST):
+    for i in range(2 * CHECKED_RESULTS):
         with pytest.raises(PluginError, match="Processor: genlm_process_logprobs returned"):
             lm.next_token_logprobs_sync([i])
 

@@ -12,7 +12,7 @@ from tools.smollm2 import default_folder
 DROP_IN = Path(__file__).resolve().parents[2] / "compat"
 
 #: The most bytes that genlm-backend's rows of all positions may take in a measured step.
-MOST_BYTES = 24e9
+MAX_ROW_BYTES = 24e9
 #: The bytes of each number: one in the model's type, and its log-softmax in float32 with a copy.
 BYTES_EACH = 10
 
@@ -38,4 +38,4 @@ def over(model: Any) -> Any:
 
 
 def fits(contexts: int, length: int, vocabulary: int) -> bool:
-    return contexts * length * vocabulary * BYTES_EACH < MOST_BYTES
+    return contexts * length * vocabulary * BYTES_EACH < MAX_ROW_BYTES

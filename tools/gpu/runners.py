@@ -25,11 +25,11 @@ STEPS = {20: (1, 8, 32, 128, 512), 1000: (128,)}
 QUICK_STEPS = {20: (1, 4)}
 
 #: How many steps are measured, and how many run before them.
-REPEAT, WARM = 8, 4
+MEASURED_STEPS, WARM_STEPS = 8, 4
 QUICK_REPEAT = 2
 
 #: The most mass that may differ between a row and the cold row, in half precision.
-APART = 0.05
+MAX_MOVED_MASS = 0.05
 
 
 def prepare(runner: str, on_cpu: bool) -> None:
@@ -91,7 +91,7 @@ class Steps:
 
         queries, times, rows = self.new(n, length), [], {}
         self.ask(queries, [])
-        for _ in range(WARM + self._repeat):
+        for _ in range(WARM_STEPS + self._repeat):
             queries = self.grown(queries)
             times.append(self.seconds(lambda asked=queries: rows.update(self.ask(asked, []))))  # type: ignore[misc]
         apart = max(
@@ -100,7 +100,7 @@ class Steps:
         )
         others = distance(rows[queries[0]], rows[queries[-1]])
         self.engine.genlm_clear_kv_cache()
-        return {"ms": 1e3 * statistics.median(times[WARM:]), "apart": apart, "others": others}
+        return {"ms": 1e3 * statistics.median(times[WARM_STEPS:]), "apart": apart, "others": others}
 
     def decoding(self, n: int, length: int) -> dict[str, Any]:
         """The same of ``LLM.generate``, which gives no rows."""
@@ -116,12 +116,12 @@ class Steps:
 
         llm.llm_engine.step = step
         params = vllm.SamplingParams(
-            max_tokens=WARM + self._repeat, temperature=0, ignore_eos=True, detokenize=False
+            max_tokens=WARM_STEPS + self._repeat, temperature=0, ignore_eos=True, detokenize=False
         )
         prompts = [{"prompt_token_ids": self.tokens(length)} for _ in range(n)]
         llm.generate(prompts, params, use_tqdm=False)
         llm.llm_engine.step = usual
-        return {"ms": 1e3 * statistics.median(times[WARM:])}
+        return {"ms": 1e3 * statistics.median(times[WARM_STEPS:])}
 
     def waits(self, n: int) -> Counter[str]:
         """Where Python waits for the device in a step, by file and line: with rows alone, and with
@@ -170,7 +170,7 @@ def figures(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], bool]
         write_tokenizer(folder)
         began = time.perf_counter()
         engine = load(folder, {"engine_opts": engine_opts, "live_sessions": True})
-        steps = Steps(engine, options.device, QUICK_REPEAT if options.quick else REPEAT)
+        steps = Steps(engine, options.device, QUICK_REPEAT if options.quick else MEASURED_STEPS)
         loaded = {"seconds": time.perf_counter() - began, "runs": engine._core.sessions_run}
         versions = {"vllm": vllm.__version__, "torch": torch.__version__}
         yield {"what": "loaded", **loaded, **versions}, engine._core.sessions_run
@@ -191,7 +191,7 @@ def figures(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], bool]
                 for n in contexts:
                     found = measured(n, length)
                     case = {"what": "step", "way": way, "contexts": n, "length": length}
-                    yield case | found, found.get("apart", 0.0) <= APART
+                    yield case | found, found.get("apart", 0.0) <= MAX_MOVED_MASS
         engine.genlm_close()
 
 

@@ -171,7 +171,7 @@ def test_mode_wrong_beyond_a_near_threshold_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wrong_beyond(8, monkeypatch, ("packed",))
-    monkeypatch.setattr(probe, "WORTH_KEEPING", 2048)
+    monkeypatch.setattr(probe, "MIN_LIMIT_TOKENS", 2048)
     with capture_logs() as events:
         model = unproven(windowed())
     assert model.engine.reuse is ReuseMode.UNIFORM

@@ -36,16 +36,16 @@ LONGEST = 3000
 #: Constants of the stores, each with values that short programs reach and do not reach.
 CONSTANTS = {
     "genlm.mlx.store.MAX_TOKENS_BEFORE_LAST": [0, 4, 1000],
-    "genlm.mlx.store.MOST_PRODUCTS": [1 << 9, 1 << 21],
-    "genlm.mlx.store.LEAST_FED": [3, 256],
+    "genlm.mlx.store.MAX_PRODUCTS": [1 << 9, 1 << 21],
+    "genlm.mlx.store.MIN_FED_TOKENS": [3, 256],
     "genlm.mlx.blocks.MIN_SHARED_TOKENS": [2, 16, 100],
     "genlm.mlx.blocks.MAX_TOKENS_BEFORE_READ": [0, 64, 1000],
-    "genlm.mlx.runner.WITH_LOGITS": [1, 128],
+    "genlm.mlx.runner.MAX_READ_TOKENS": [1, 128],
     "genlm.mlx.cache_limit.MIN_KEPT_BYTES": [0, 64 << 20],
     "genlm.mlx.blocks.MIN_STAYING_SHARE": [0.0, 0.25, 1.1],
     "genlm.mlx.blocks.MAX_PADDING_TOKENS": [0, 4096],
     "genlm.mlx.layout.MAX_PADDED_TOKENS": [1, 8],
-    "genlm.mlx.runner.FIRST_LOGITS": [1, 64],
+    "genlm.mlx.runner.FIRST_READ_ROWS": [1, 64],
 }
 SHARING_COSTS = [
     store.SHARING_COSTS,

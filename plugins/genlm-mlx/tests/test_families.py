@@ -34,7 +34,7 @@ def test_scores_behind_the_shorter_sequence_of_a_batch(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First two logits, then the others."""
-    monkeypatch.setattr("genlm.mlx.runner.FIRST_LOGITS", 2)
+    monkeypatch.setattr("genlm.mlx.runner.FIRST_READ_ROWS", 2)
     engine = load(str(folders("gemma3")), {})
     engine.store = Blocks(engine._runner, None)
     whole, drawn = tokens_of(30, 0), tokens_of(20, 1)

@@ -251,8 +251,8 @@ def test_a_context_far_behind_a_prompt_takes_several_forward_passes(
     shared: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So far that a pass has fewer tokens than the context lacks."""
-    monkeypatch.setattr("genlm.mlx.store.MOST_PRODUCTS", 1 << 12)
-    monkeypatch.setattr("genlm.mlx.store.LEAST_FED", 16)
+    monkeypatch.setattr("genlm.mlx.store.MAX_PRODUCTS", 1 << 12)
+    monkeypatch.setattr("genlm.mlx.store.MIN_FED_TOKENS", 16)
     (prompt,), (tail,) = keys_of(1, 200), keys_of(1, 40, seed=1)
     shared.pin(prompt)
     forwards = shared.ask((*prompt, *tail[1:]), (*prompt, 5))

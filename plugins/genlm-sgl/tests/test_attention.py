@@ -25,14 +25,14 @@ def alone(query, keys, values):
     ).transpose(0, 1)
 
 
-@pytest.mark.parametrize("most", [attention.MOST_POSITIONS, 100])
+@pytest.mark.parametrize("most", [attention.MAX_GROUP_POSITIONS, 100])
 @given(batch=st.lists(REQUESTS, min_size=1, max_size=12), seed=st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
 def test_groups_are_requests_alone(most, batch, seed):
     """Requests of any length before their new tokens, with any places in the pool, where what is
     not theirs is not a number."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "MOST_POSITIONS", most)
+        patch.setattr(attention, "MAX_GROUP_POSITIONS", most)
         source = torch.Generator().manual_seed(seed)
         new = [count for _, count in batch]
         lengths = [before + count for before, count in batch]

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 from genlm.core.errors import InvalidOptionError
 
 #: The most characters of a value that a message shows.
-LONGEST_REPR = 200
+MAX_REPR_CHARACTERS = 200
 
 
 def safe_repr(value: object) -> str:
@@ -21,13 +21,13 @@ def safe_repr(value: object) -> str:
     Python itself writes no integer of more than 4,300 digits, and the ``repr`` of a
     user's own class may raise.
     """
-    if type(value) is int and value.bit_length() > 8 * LONGEST_REPR:
+    if type(value) is int and value.bit_length() > 8 * MAX_REPR_CHARACTERS:
         return f"an integer of {value.bit_length()} bits"
     try:
         text = repr(value)
     except Exception as error:
         return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
-    return text if len(text) <= LONGEST_REPR else f"{text[:LONGEST_REPR]}..."
+    return text if len(text) <= MAX_REPR_CHARACTERS else f"{text[:MAX_REPR_CHARACTERS]}..."
 
 
 def describe_error(error: BaseException) -> str:

@@ -14,7 +14,7 @@ TokenIds = tuple[int, ...]
 
 #: The most tokens of a context if the model has no limit, and the most contexts of a batch. They
 #: end iterables that never end.
-MOST, MOST_CONTEXTS = 1 << 24, 1 << 20
+MAX_TOKENS, MAX_CONTEXTS = 1 << 24, 1 << 20
 
 #: Token ids are hashed in blocks of this many, which contexts that extend one another share.
 BLOCK_TOKENS = 128
@@ -252,7 +252,7 @@ def token_ids_of(
     Raises:
         InvalidQueryError: there are too few or too many, or one is not an integer or out of range.
     """
-    ids = _as_ints(what, token_ids, MOST if most is None else min(most, MOST))
+    ids = _as_ints(what, token_ids, MAX_TOKENS if most is None else min(most, MAX_TOKENS))
     if len(ids) < least:
         remedy = " (a beginning-of-sequence token, say)" if what == "context" else ""
         raise InvalidQueryError(f"the {what} is empty; give at least one token id{remedy}")
@@ -276,13 +276,13 @@ def contexts_of(contexts: Any) -> list[Any]:
             f"a list of contexts must be given; got a {type(contexts).__name__}"
         )
     try:
-        given = list(itertools.islice(contexts, MOST_CONTEXTS + 1))
+        given = list(itertools.islice(contexts, MAX_CONTEXTS + 1))
     except TypeError as error:
         raise InvalidQueryError(
             f"a list of contexts must be given; got {safe_repr(contexts)}"
         ) from error
-    if len(given) > MOST_CONTEXTS:
-        raise InvalidQueryError(f"a batch may have at most {MOST_CONTEXTS} contexts; ask for fewer")
+    if len(given) > MAX_CONTEXTS:
+        raise InvalidQueryError(f"a batch may have at most {MAX_CONTEXTS} contexts; ask for fewer")
     if given and (isinstance(given[0], int) or getattr(given[0], "ndim", 1) == 0):
         raise InvalidQueryError(
             f"a list of contexts must be given, each a list of token ids; its first element is "

@@ -22,11 +22,11 @@ ENTROPY = random.SystemRandom()
 
 #: How many numbers are processed at a time: on a CPU as many as its cache holds, on an accelerator
 #: few compared with its memory.
-IN_CACHE, IN_MEMORY = 1 << 18, 1 << 22
+CPU_CHUNK_NUMBERS, DEVICE_CHUNK_NUMBERS = 1 << 18, 1 << 22
 
 #: The numbers of likeliest tokens that top_p considers first, so that a whole vocabulary is seldom
 #: sorted.
-LIKELIEST = (1 << 10, 1 << 14)
+TOP_P_CANDIDATES = (1 << 10, 1 << 14)
 
 
 class TokenDrawer:
@@ -129,7 +129,7 @@ def draw_together(
     numbers = torch.tensor([[drawers[at].number()] for at in order], dtype=torch.float64)
     if not on_cpu(device):
         numbers = numbers.to(device, non_blocking=True)
-    some = max(1, (IN_CACHE if on_cpu(device) else IN_MEMORY) // len(rows[0]))
+    some = max(1, (CPU_CHUNK_NUMBERS if on_cpu(device) else DEVICE_CHUNK_NUMBERS) // len(rows[0]))
     found: list[torch.Tensor] = []
     begin = 0
     for how, places in alike.items():
@@ -225,7 +225,7 @@ def _nucleus(
     import torch
 
     width = rows.shape[-1]
-    for few in [*(few for few in LIKELIEST if few < top_k == width), top_k]:
+    for few in [*(few for few in TOP_P_CANDIDATES if few < top_k == width), top_k]:
         ordered = _ordered(rows, few)
         mass = weigh(ordered).cumsum(-1)
         whole = mass[:, -1:] if few == top_k else weights.sum(-1, keepdim=True)

@@ -15,7 +15,7 @@ from genlm.core.hints import ARGUMENTS, known_keywords
 from genlm.core.rows import RowsMixin
 from genlm.core.runtime.askers import all_of, blocking
 from genlm.core.sampling import Particle, SamplingOptions, checked_params, seeded
-from genlm.core.scoring import LIKELIEST, Score, rolling_windows
+from genlm.core.scoring import MIN_GREEDY_LOGPROB, Score, rolling_windows
 from genlm.core.types import Query, SampleRequest, SamplingParams, ScoreRequest, TokenIds
 
 if TYPE_CHECKING:
@@ -467,7 +467,7 @@ class GenerationMixin(RowsMixin):
             return Score(float(scores.double().sum()), likeliest == list(continuation))
         is_greedy = True
         for end, logprob in enumerate(scores.tolist()):
-            if logprob < LIKELIEST:
+            if logprob < MIN_GREEDY_LOGPROB:
                 row = (await self._rows([query.extended(continuation[:end])]))[0]
                 if int(row.argmax()) != continuation[end]:
                     is_greedy = False

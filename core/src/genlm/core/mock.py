@@ -69,7 +69,7 @@ class ByteTokenizer:
 
 #: The most tokens that are drawn in one call, which cannot be interrupted. The core draws longer
 #: samples row by row, so that other requests come between and a caller may cancel.
-LONGEST_DRAW = 200
+MAX_DRAW_TOKENS = 200
 
 
 @define(eq=False, repr=False, slots=False)
@@ -123,7 +123,7 @@ class MockEngine:
     def genlm_sample(
         self, queries: Sequence[Query], params: Sequence[SamplingParams]
     ) -> list[list[int]] | None:
-        if max(how.max_tokens for how in params) > LONGEST_DRAW:
+        if max(how.max_tokens for how in params) > MAX_DRAW_TOKENS:
             return None
         self._evaluate(queries)
         return self._draws(queries, params)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from genlm.core.checks import integer, safe_repr
 from genlm.core.context import Context, token_ids_of
-from genlm.core.drawer import IN_CACHE, on_cpu
+from genlm.core.drawer import CPU_CHUNK_NUMBERS, on_cpu
 from genlm.core.errors import InvalidInputError
 from genlm.core.together import NUMBERS_PER_CALL, Then, Thens, each_of, results_of
 
@@ -126,7 +126,7 @@ class Population:
         """
         width = len(self._lm.byte_vocab)
         most = max(1, NUMBERS_PER_CALL // width)
-        some = max(1, IN_CACHE // width) if on_cpu(self.device) else most
+        some = max(1, CPU_CHUNK_NUMBERS // width) if on_cpu(self.device) else most
         for begin in range(0, self.n, most):
             end = min(begin + most, self.n)
             rows, places = await self._asked(begin, end)

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 #: A token with at least this log-probability is the most likely one, however its score was rounded,
 #: so no row is needed.
-LIKELIEST: Final = -0.5
+MIN_GREEDY_LOGPROB: Final = -0.5
 
 
 class Score(NamedTuple):

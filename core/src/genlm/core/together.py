@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from genlm.core.checks import safe_repr
 from genlm.core.copies import is_part
-from genlm.core.drawer import IN_CACHE, on_cpu
+from genlm.core.drawer import CPU_CHUNK_NUMBERS, on_cpu
 from genlm.core.errors import InvalidInputError
 from genlm.core.runtime.combiners import JointCombiner
 from genlm.core.runtime.lanes import let_go
@@ -109,7 +109,7 @@ class together(Generic[R]):
         thens, results = zip(*calls, strict=True)
         rows: Sequence[torch.Tensor] = [*chain.from_iterable(results)]  # one row each
         given: Sequence[Sequence[Any]] = [*map(attrgetter("given"), thens)]
-        most = IN_CACHE if on_cpu(rows[0].device) else NUMBERS_PER_CALL
+        most = CPU_CHUNK_NUMBERS if on_cpu(rows[0].device) else NUMBERS_PER_CALL
         some = max(1, most // len(rows[0]))
         parts = (slice(begin, begin + some) for begin in range(0, len(rows), some))
         return [*chain.from_iterable(self._isolated(rows[part], given[part]) for part in parts)]

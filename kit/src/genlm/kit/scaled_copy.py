@@ -55,7 +55,7 @@ FACTORS = (64, 32, 16, 8, 4, 2, 1)
 SPREAD = 0.1
 
 #: The size of a scaled copy's vocabulary, and the most weights that it may have.
-TOKENS, MOST_WEIGHTS = 64, 64_000_000
+TOKENS, MAX_WEIGHTS = 64, 64_000_000
 
 
 @frozen
@@ -131,7 +131,7 @@ def small_model(
 def _random(kind: Any, config: Any, device: torch.device) -> Any:
     with torch.device("meta"):
         weights = sum(parameter.numel() for parameter in kind(deepcopy(config)).parameters())
-    if weights > MOST_WEIGHTS:
+    if weights > MAX_WEIGHTS:
         raise ValueError(f"it would have {weights:,} weights")
     cuda = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(cuda), torch.no_grad():

@@ -12,7 +12,7 @@ from genlm.core.errors import InvalidOptionError, ModelClosedError, PluginError,
 from genlm.core.hook_calls import HookCalls
 from genlm.core.logs import get_logger
 from genlm.core.options import CoreOptions
-from genlm.core.runtime.results import FIRST, Results
+from genlm.core.runtime.results import CHECKED_RESULTS, Results
 from genlm.core.tokenization import decode_vocab
 from genlm.core.tokenization.turns import take_turns
 from genlm.core.types import Engine
@@ -118,7 +118,7 @@ class LoadedEngine:
         self.lacking: Mapping[str, str] = getattr(engine, "lacking", {})
         self.closed = False
         self.eos_token_ids = [token_id for token_id in named if 0 <= token_id < self.width]
-        first = 0 if options.check is False else FIRST
+        first = 0 if options.check is False else CHECKED_RESULTS
         self.results = Results(
             self._owner, self.vocab_size, self.width, processors, options.violated, first
         )

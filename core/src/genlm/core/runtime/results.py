@@ -33,7 +33,7 @@ NORMALISATION = 1e-4
 #: Without the option ``check``, the values of this many results of each hook are checked, and the
 #: logarithm of the mass may be this far from 0. Rows in half precision pass; unnormalised rows do
 #: not.
-FIRST, ROUGHLY = 4, 1e-2
+CHECKED_RESULTS, LOOSE_NORMALISATION = 4, 1e-2
 
 #: The description of a row without mass in messages. A text with no allowed next token has one.
 MASSLESS = "a row with logsumexp -inf"
@@ -185,7 +185,7 @@ class Results:
         return self._violated is not None or self._right[hook] < self._first
 
     def _wrong_row(self, row: torch.Tensor) -> str | None:
-        return wrong_row(row, ROUGHLY if self._violated is None else NORMALISATION)
+        return wrong_row(row, LOOSE_NORMALISATION if self._violated is None else NORMALISATION)
 
     def _look(self, hook: str, query: Query, wrong: str | None, owner: str | None = None) -> None:
         """Report wrong values. Without ``violated``, only the first results are checked, because an

@@ -77,7 +77,7 @@ _LOSSY = {
 
 
 # The most ids of a vocabulary. The largest ones of today have about 300,000.
-MOST_IDS = 1 << 22
+MAX_IDS = 1 << 22
 # The most seconds that a regular expression may take for a whole vocabulary, or for all characters.
 REGEX_SECONDS = 60.0
 
@@ -94,9 +94,9 @@ def checked_size(size: int) -> int:
     Raises:
         VocabularyError: It is so large that the file must be wrong, or hostile.
     """
-    if size > MOST_IDS:
+    if size > MAX_IDS:
         raise VocabularyError(
-            f"the vocabulary reaches to token id {size - 1}, but ids must be below {MOST_IDS}; "
+            f"the vocabulary reaches to token id {size - 1}, but ids must be below {MAX_IDS}; "
             "number its tokens without gaps"
         )
     return size

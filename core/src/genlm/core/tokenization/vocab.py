@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from genlm.core.errors import InvalidOptionError, VocabularyError
-from genlm.core.tokenization.decoder import MOST_IDS, checked_size, undecodable
+from genlm.core.tokenization.decoder import MAX_IDS, checked_size, undecodable
 from genlm.core.tokenization.fast import fast_token_bytes, is_fast, special_added_ids
 from genlm.core.tokenization.libraries import (
     library_special_ids,
@@ -79,7 +79,7 @@ def decode_vocab(
 
 def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
     if hasattr(tokenizer, "token_bytes"):
-        tokens = list(islice(tokenizer.token_bytes(), MOST_IDS + 1))
+        tokens = list(islice(tokenizer.token_bytes(), MAX_IDS + 1))
         checked_size(len(tokens))
         return [_checked(i, token) for i, token in enumerate(tokens)]
     if is_fast(tokenizer):

@@ -21,7 +21,7 @@ from genlm.core.trie.weights import FloatArray, Operation, ResultType, check_sha
 # The mode of ``take`` for indices out of range. There are none, and this mode is the fastest.
 _UNCHECKED: Final = "wrap"
 # With fewer elements in all, a second thread costs more than it saves.
-_WORTH_A_THREAD = 1 << 17
+_MIN_THREAD_ELEMENTS = 1 << 17
 
 
 class CpuKernel:
@@ -67,7 +67,7 @@ class CpuKernel:
 
         # Each thread takes the next row when it is free; next() on this iterator is atomic.
         left = iter(list(zip(rows, result, strict=True)))
-        helpers = min(self._cores, len(rows), len(rows) * plan.width // _WORTH_A_THREAD) - 1
+        helpers = min(self._cores, len(rows), len(rows) * plan.width // _MIN_THREAD_ELEMENTS) - 1
         helping: list[Future[None]] = []
         # No thread can start once the main thread has ended.
         with contextlib.suppress(RuntimeError):
@@ -114,7 +114,7 @@ class CpuKernel:
 
 
 # The allocator itself keeps smaller blocks. Larger ones would occupy too much memory.
-_LEAST, _MOST = 4 << 20, 256 << 20
+_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 4 << 20, 256 << 20
 
 
 class Recycler:
@@ -131,7 +131,7 @@ class Recycler:
     def empty(self, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
         """Like ``np.empty``. The memory is free again when the array and all its views are gone."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
-        if not _LEAST <= size <= _MOST:
+        if not _MIN_BLOCK_BYTES <= size <= _MAX_BLOCK_BYTES:
             return np.empty(shape, dtype)
         try:
             block = self._spare.pop()

@@ -12,7 +12,7 @@ applies, :meth:`AdapterFolder.require_modules` with :func:`module_shapes` of its
 :func:`read_tensor` for the two matrices of each of the folder's modules.
 """
 
-from genlm.kit.adapter_files.config import CONFIG, MOST_CONFIG, read_config
+from genlm.kit.adapter_files.config import CONFIG, MAX_CONFIG_BYTES, read_config
 from genlm.kit.adapter_files.features import Feature
 from genlm.kit.adapter_files.folder import PREFIX, WEIGHTS, AdapterFolder, LoraModule, find_adapter
 from genlm.kit.adapter_files.names import ends, kind
@@ -25,7 +25,7 @@ from genlm.kit.adapter_files.shapes import (
     shapes_in_transformers,
 )
 from genlm.kit.adapter_files.tensors import (
-    MOST_HEADER,
+    MAX_HEADER_BYTES,
     Tensor,
     read_header,
     read_tensor,
@@ -34,8 +34,8 @@ from genlm.kit.adapter_files.tensors import (
 
 __all__ = [
     "CONFIG",
-    "MOST_CONFIG",
-    "MOST_HEADER",
+    "MAX_CONFIG_BYTES",
+    "MAX_HEADER_BYTES",
     "PREFIX",
     "SCALE",
     "WEIGHTS",

@@ -11,7 +11,7 @@ from genlm.core.errors import InvalidAdapterError
 CONFIG = "adapter_config.json"
 
 #: The largest configuration that is read, in bytes.
-MOST_CONFIG = 4 << 20
+MAX_CONFIG_BYTES = 4 << 20
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -26,9 +26,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{file} does not exist; give the folder that a LoRA adapter was saved in"
         )
     size = file.stat().st_size
-    if size > MOST_CONFIG:
+    if size > MAX_CONFIG_BYTES:
         raise InvalidAdapterError(
-            f"{file} has {size} bytes; at most {MOST_CONFIG} are read; save the adapter again"
+            f"{file} has {size} bytes; at most {MAX_CONFIG_BYTES} are read; save the adapter again"
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

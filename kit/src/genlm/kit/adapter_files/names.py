@@ -19,7 +19,7 @@ ALL_LINEAR = "all-linear"
 
 #: The longest regular expression, in characters; and the most seconds of computing while one is
 #: compared with all names.
-MOST_EXPRESSION, EXPRESSION_SECONDS = 1 << 14, 2.0
+MAX_EXPRESSION_CHARACTERS, EXPRESSION_SECONDS = 1 << 14, 2.0
 
 
 class NamePattern:
@@ -92,7 +92,10 @@ class Chosen:
         """
         if self.expression is None:
             return not self.listed.isdisjoint(ends(module))
-        if self.expression.lower() == ALL_LINEAR or len(self.expression) > MOST_EXPRESSION:
+        if (
+            self.expression.lower() == ALL_LINEAR
+            or len(self.expression) > MAX_EXPRESSION_CHARACTERS
+        ):
             return None
         import regex
 

@@ -25,7 +25,7 @@ from genlm.kit.adapter_files.folder import (
     LoraModule,
     find_adapter,
 )
-from genlm.kit.adapter_files.settings import MOST_NAMES, Settings
+from genlm.kit.adapter_files.settings import MAX_NAMES, Settings
 from genlm.kit.adapter_files.tensors import DTYPES, Tensor, read_header, require_finite
 
 #: The end of the names of trained embeddings of single tokens.
@@ -151,8 +151,8 @@ def _check_tokens(adapter: AdapterFolder) -> None:
     given = adapter.config.get(field) or {}
     by_layer = given if isinstance(given, dict) else {"": given}
     trained = {name: each.shape for name, each in adapter.tensors.items() if name.endswith(TOKENS)}
-    if len(by_layer) > MOST_NAMES:
-        raise adapter.settings.wrong(field, f"for at most {MOST_NAMES} modules")
+    if len(by_layer) > MAX_NAMES:
+        raise adapter.settings.wrong(field, f"for at most {MAX_NAMES} modules")
     for layer, indices in by_layer.items():
         if not isinstance(indices, list) or not all(
             type(each) is int and each >= 0 for each in indices

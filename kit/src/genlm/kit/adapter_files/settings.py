@@ -12,13 +12,13 @@ from typing import Any
 from genlm.core.errors import InvalidAdapterError
 from genlm.kit.adapter_files.config import CONFIG, brief
 from genlm.kit.adapter_files.names import Chosen, NamePattern, ends
-from genlm.kit.adapter_files.tensors import MOST_NAME
+from genlm.kit.adapter_files.tensors import MAX_NAME_CHARACTERS
 
 #: The largest rank, the largest ``lora_alpha``, and the most names in a list.
-MOST_RANK, MOST_SCALE, MOST_NAMES = 1 << 13, 1 << 30, 256
+MAX_RANK, MAX_ALPHA, MAX_NAMES = 1 << 13, 1 << 30, 256
 
-RANK = f"an integer from 1 to {MOST_RANK}"
-SCALE = f"a finite number, at most {MOST_SCALE} in size"
+RANK = f"an integer from 1 to {MAX_RANK}"
+SCALE = f"a finite number, at most {MAX_ALPHA} in size"
 
 
 class Settings:
@@ -120,10 +120,12 @@ class Settings:
         if (
             not isinstance(pattern, dict)
             or not all(map(right, pattern.values()))
-            or any(len(key) > MOST_NAME for key in pattern)
+            or any(len(key) > MAX_NAME_CHARACTERS for key in pattern)
         ):
             raise self.wrong(
-                name, f"names of modules, of at most {MOST_NAME} characters, each with {expected}"
+                name,
+                f"names of modules, of at most {MAX_NAME_CHARACTERS} characters, each with "
+                f"{expected}",
             )
         try:
             return NamePattern(pattern)
@@ -136,23 +138,26 @@ class Settings:
         names = self._config.get(name) or []
         if (
             not isinstance(names, list)
-            or len(names) > MOST_NAMES
+            or len(names) > MAX_NAMES
             or not all(
-                isinstance(each, str) and len(each) <= MOST_NAME and re.fullmatch(r"[\w.-]+", each)
+                isinstance(each, str)
+                and len(each) <= MAX_NAME_CHARACTERS
+                and re.fullmatch(r"[\w.-]+", each)
                 for each in names
             )
         ):
             raise self.wrong(
                 name,
-                f"a list of at most {MOST_NAMES} module names, of at most {MOST_NAME} characters",
+                f"a list of at most {MAX_NAMES} module names, of at most "
+                f"{MAX_NAME_CHARACTERS} characters",
             )
         return names
 
 
 def _is_rank(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= MOST_RANK
+    return type(value) is int and 1 <= value <= MAX_RANK
 
 
 def is_scale(value: Any) -> bool:
     """Whether a value of a configuration can scale an adapter."""
-    return type(value) in (int, float) and -MOST_SCALE <= value <= MOST_SCALE
+    return type(value) in (int, float) and -MAX_ALPHA <= value <= MAX_ALPHA

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 #: The largest header that is read, in bytes.
-MOST_HEADER = 32 << 20
+MAX_HEADER_BYTES = 32 << 20
 
 #: The longest name of a tensor or module, in characters, and the most dimensions of a tensor.
-MOST_NAME, MOST_DIMENSIONS = 512, 8
+MAX_NAME_CHARACTERS, MAX_DIMENSIONS = 512, 8
 
 #: The types of tensors that an adapter may have, under the format's names.
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -48,8 +48,10 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-    if length > MOST_HEADER:
-        raise _unsound(file, f"its header has {length} bytes, and at most {MOST_HEADER} are read")
+    if length > MAX_HEADER_BYTES:
+        raise _unsound(
+            file, f"its header has {length} bytes, and at most {MAX_HEADER_BYTES} are read"
+        )
     try:  # the library reads no number of more than 64 bits, and checks sizes against the file
         with safe_open(file, framework="np") as tensors:
             names = tensors.keys()
@@ -60,11 +62,11 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 def _tensor(file: Path, name: str, found: Any) -> Tensor:
     shape = tuple(found.get_shape())
-    if len(name) > MOST_NAME or len(shape) > MOST_DIMENSIONS:
+    if len(name) > MAX_NAME_CHARACTERS or len(shape) > MAX_DIMENSIONS:
         raise _unsound(
             file,
             f"it has a tensor {name[:40]!r} of {len(shape)} dimensions, whose name has {len(name)} "
-            f"characters, where at most {MOST_DIMENSIONS} and {MOST_NAME} are read",
+            f"characters, where at most {MAX_DIMENSIONS} and {MAX_NAME_CHARACTERS} are read",
         )
     return Tensor(name, shape, found.get_dtype())
 

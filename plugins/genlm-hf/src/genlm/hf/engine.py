@@ -29,7 +29,7 @@ from genlm.hf.overflow import is_looked_for, nan_error, with_errors
 from genlm.hf.patterns import attention_window, layer_patterns
 from genlm.hf.pool import SlotPool
 from genlm.hf.positions import longest_context
-from genlm.hf.probe import MORE_NOISE, MOST_NOISE, apart, choose_reuse, noise_of
+from genlm.hf.probe import MAX_NOISE_NATS, NOISE_MULTIPLE, apart, choose_reuse, noise_of
 from genlm.hf.proof import BaseRow
 from genlm.hf.reuse import Choice, ReuseMode
 from genlm.hf.runner import Runner, served_model
@@ -265,7 +265,7 @@ class HFEngine:
             return True
         distance = apart(row, cold[: len(row)].log_softmax(-1))
         right = distance <= PROOF_MARGIN * self._tolerance  # false if the distance is NaN
-        right = right or distance <= MORE_NOISE * self._noise(sequence, cold)
+        right = right or distance <= NOISE_MULTIPLE * self._noise(sequence, cold)
         self._evaluator.prove(sequence.length, right)
         return right
 
@@ -278,7 +278,7 @@ class HFEngine:
             if not is_out_of_memory(error):
                 raise
             return 0.0
-        return min(noise, MOST_NOISE)
+        return min(noise, MAX_NOISE_NATS)
 
     @hookimpl
     def genlm_sequence_logprobs(

@@ -54,14 +54,14 @@ NEUTRAL_TENSORS = ("attn_rot_embd.weight",)
 BIASES = {"attention_bias": "attn_", "mlp_bias": "ffn_"}
 
 #: Architectures whose keys transformers reads completely; their files are not changed here.
-LEFT_ALONE = ("gpt-oss", "lfm2", "qwen35", "qwen35moe", "t5", "t5encoder")
+UNCHANGED_ARCHITECTURES = ("gpt-oss", "lfm2", "qwen35", "qwen35moe", "t5", "t5encoder")
 
 #: The names of the tensors with the long and the short factors of Phi 3.
-LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 FREQUENCIES = "rope_freqs.weight"
 
 #: The remedy in error messages.
-ELSEWHERE = "load the model's own folder (config.json and safetensors)"
+REMEDY = "load the model's own folder (config.json and safetensors)"
 
 
 class GGUFFile:
@@ -98,7 +98,7 @@ class GGUFFile:
             EngineError: the file has keys or tensors that neither transformers nor this class can
                 apply.
         """
-        if self.architecture in LEFT_ALONE:
+        if self.architecture in UNCHANGED_ARCHITECTURES:
             return
         self._set_rope(config)
         lost = [f"{key}={safe_repr(value)}" for key, value in self._lost_settings(config)]
@@ -107,7 +107,7 @@ class GGUFFile:
             more = f" and {len(lost) - 6} more" if len(lost) > 6 else ""
             raise EngineError(
                 f"transformers would pass over what {self._path} says: {', '.join(lost[:6])}{more};"
-                f" {ELSEWHERE}, or give the whole configuration in "
+                f" {REMEDY}, or give the whole configuration in "
                 "hf_opts={'config': AutoConfig.from_pretrained(...)}"
             )
 
@@ -123,7 +123,7 @@ class GGUFFile:
         if not found or any(one.inv_freq.shape != self._factors.shape for one in found):
             raise EngineError(
                 f"{self._path} has {FREQUENCIES}, for which {type(model).__name__} has no place; "
-                f"{ELSEWHERE}"
+                f"{REMEDY}"
             )
         for rotary in found:
             for name in ("inv_freq", "original_inv_freq"):
@@ -155,13 +155,13 @@ class GGUFFile:
         """The settings that scale the rotary embedding, under transformers' names."""
         said = self._scaling_keys()
         factor, original = said.get("factor"), said.get("original_context_length")
-        if LONG in self._tensors:
+        if LONG_FACTORS in self._tensors:
             original = original or config.original_max_position_embeddings
             config.original_max_position_embeddings = original
             found: dict[str, Any] = {
                 "rope_type": "longrope",
-                "long_factor": self._read(LONG).tolist(),
-                "short_factor": self._read(SHORT).tolist(),
+                "long_factor": self._read(LONG_FACTORS).tolist(),
+                "short_factor": self._read(SHORT_FACTORS).tolist(),
                 "original_max_position_embeddings": original,
             }
             if "attn_factor" in said:
@@ -181,7 +181,7 @@ class GGUFFile:
             found |= {ours: said[theirs] for theirs, ours in names.items() if theirs in said}
             original = original or round(config.max_position_embeddings / factor)
             return {**found, "original_max_position_embeddings": original}
-        raise EngineError(f"{self._path} has rotary scaling of type {kind!r}; {ELSEWHERE}")
+        raise EngineError(f"{self._path} has rotary scaling of type {kind!r}; {REMEDY}")
 
     def _scaling_keys(self) -> dict[str, Any]:
         start = "rope.scaling."
@@ -282,7 +282,12 @@ class GGUFFile:
             model = AutoModelForCausalLM.from_config(config)
         processor = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)(config.to_dict())
         known = set(get_gguf_hf_weights_map(model, processor))
-        known |= {LONG, SHORT, FREQUENCIES, "output.weight"}  # `GGUFFile` handles these itself
+        known |= {
+            LONG_FACTORS,
+            SHORT_FACTORS,
+            FREQUENCIES,
+            "output.weight",
+        }  # `GGUFFile` handles these itself
         return [
             name
             for name in self._tensors

@@ -28,7 +28,7 @@ from genlm.kit.scaled_copy import TOKENS, Threshold, small_model, thresholds
 logger = get_logger()
 
 #: The longest window that the probe's contexts exceed.
-LONGEST_PROBE = 512
+MAX_PROBED_WINDOW = 512
 
 #: The largest difference from log-probabilities of plain forwards that rounding explains, by the
 #: type of the weights.
@@ -41,24 +41,24 @@ NOISE_MARGIN, SPREAD_SHARE, ROUNDING_STEPS = 8.0, 0.1, 2.0
 
 #: If two plain forwards differ by more than the tolerance, rows may differ by this many times the
 #: noise.
-MORE_NOISE = 3.0
+NOISE_MULTIPLE = 3.0
 
 #: Many quantised layers round their input too, and amplify small changes. As a measure of this,
 #: each embedding is changed by at least this fraction of itself. Rows may then differ by this many
 #: times as much as they moved.
-LEAST_CHANGE, MOVED_MARGIN = 1e-4, 2.0
+MIN_EMBEDDING_CHANGE, MOVED_MARGIN = 1e-4, 2.0
 
 #: The value to which thresholds are lowered in scaled copies, and the lengths of the pairs of
 #: contexts that cross it.
-NEAR = 8
-AROUND_NEAR = ((4, 7), (7, 9), (8, 17), (9, 35), (20, 39))
-BEYOND_NEAR = ((9, 35), (20, 39))
+LOWERED_THRESHOLD = 8
+LENGTHS_AROUND_THRESHOLD = ((4, 7), (7, 9), (8, 17), (9, 35), (20, 39))
+LENGTHS_BEYOND_THRESHOLD = ((9, 35), (20, 39))
 
 #: The largest difference between two forwards of one context that counts as rounding, in nats.
-MOST_NOISE = 0.05
+MAX_NOISE_NATS = 0.05
 
 #: A mode that is wrong beyond a threshold is still used if the threshold is at least this long.
-WORTH_KEEPING = 512
+MIN_LIMIT_TOKENS = 512
 
 #: The modes with attention over slots.
 OVER_SLOTS = (ReuseMode.SHARED, ReuseMode.PACKED)
@@ -118,7 +118,7 @@ def choose_reuse(
             why = f"{type(error).__name__}: {error}"[:200]
         if why is None:
             reach = copies.reach(reuse)
-            if reach is None or reach >= WORTH_KEEPING or reuse is ReuseMode.NONE:
+            if reach is None or reach >= MIN_LIMIT_TOKENS or reuse is ReuseMode.NONE:
                 logger.info("kv.reuse_chosen", reuse=reuse.value, rejected=reasons)
                 if reach is not None:  # longer contexts are computed whole, without padding
                     logger.warning("kv.reuse_limited", limit=reach, why=copies.reasons[reuse])
@@ -230,7 +230,7 @@ def _rounding(runner: Runner, contexts: Sequence[Sequence[int]], expected: torch
     """How much rows may differ because two plain forwards differ; always less than rows of
     different contexts do."""
     spread = min(float(row[row.isfinite()].std()) for row in expected)
-    return min(MORE_NOISE * noise_of(runner, contexts, expected), SPREAD_SHARE * spread)
+    return min(NOISE_MULTIPLE * noise_of(runner, contexts, expected), SPREAD_SHARE * spread)
 
 
 @define(slots=False)
@@ -277,7 +277,10 @@ class ScaledCopies:
         if rope_scalings(self.model.config.get_text_config(decoder=True), "dynamic"):
             return True  # each length has frequencies of its own
         try:
-            return self._disagreement(ReuseMode.NONE, self._thresholds, BEYOND_NEAR) is not None
+            return (
+                self._disagreement(ReuseMode.NONE, self._thresholds, LENGTHS_BEYOND_THRESHOLD)
+                is not None
+            )
         except (EngineError, ValueError):
             return True
 
@@ -291,7 +294,7 @@ class ScaledCopies:
         """Why a mode is wrong on the scaled copy with the thresholds ``near`` lowered; ``None`` if
         it is right."""
         try:
-            return self._disagreement(reuse, near, AROUND_NEAR, trial)
+            return self._disagreement(reuse, near, LENGTHS_AROUND_THRESHOLD, trial)
         except ValueError as error:  # the comparisons with cold rows still protect the model
             logger.info("kv.no_scaled_copy", why=str(error))
             return None
@@ -310,7 +313,7 @@ class ScaledCopies:
             ValueError: there is no such scaled copy.
             EngineError: the copy's rows differ from forward to forward.
         """
-        model, changed = self.model, {one.path: NEAR for one in near}
+        model, changed = self.model, {one.path: LOWERED_THRESHOLD for one in near}
         scaled = small_model(type(model), model.config, model.device, changed)
         runner = Runner(scaled, AdapterSet(scaled), SlotPool(), layer_patterns(scaled))
         try:
@@ -320,7 +323,7 @@ class ScaledCopies:
                 contexts = _random_contexts(TOKENS - 4, lengths)
                 expected = _logprobs([runner.plain([context], [None]) for context in contexts])
                 noise = noise_of(runner, contexts, expected)
-                if noise > MOST_NOISE:
+                if noise > MAX_NOISE_NATS:
                     beyond = ", ".join(f"{'.'.join(one.path)}={one.value}" for one in near)
                     raise EngineError(
                         f"rows of this model differ by {noise:.3g} nats from forward to forward "
@@ -374,7 +377,7 @@ def _moved(
 ) -> float:
     """How much rows change if each embedding changes by about as much as rounding could change
     it."""
-    change = max(torch.finfo(model.dtype).eps, LEAST_CHANGE)
+    change = max(torch.finfo(model.dtype).eps, MIN_EMBEDDING_CHANGE)
     generator = torch.Generator().manual_seed(0)
 
     def disturb(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor:
@@ -421,7 +424,7 @@ def _use_slot_attention(model: Any) -> None:
 def _contexts(vocab_size: int, max_context: int | None, window: int | None) -> list[list[int]]:
     """A context longer than the attention's window, unless the window is too long, and a context of
     half that length."""
-    length = window + 8 if window is not None and window <= LONGEST_PROBE else 12
+    length = window + 8 if window is not None and window <= MAX_PROBED_WINDOW else 12
     if max_context is not None:
         length = max(min(length, max_context), 4)
     return _random_contexts(vocab_size, (length // 2, length))

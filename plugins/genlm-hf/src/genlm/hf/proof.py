@@ -13,7 +13,7 @@ from genlm.kit.memory import is_out_of_memory
 
 #: How much two rows of one context may differ: this many nats, or this many times the difference
 #: between two forwards, whichever is larger.
-LEAST_APART, NOISE_MARGIN = 1e-3, 8.0
+MIN_TOLERANCE_NATS, NOISE_MARGIN = 1e-3, 8.0
 
 
 class BaseRow:
@@ -30,7 +30,7 @@ class BaseRow:
         self._runner = runner
         self._row = self._compute()
         noise = float((self._compute() - self._row).abs().nan_to_num(0.0).max())
-        self._tolerance = max(LEAST_APART, NOISE_MARGIN * noise)
+        self._tolerance = max(MIN_TOLERANCE_NATS, NOISE_MARGIN * noise)
 
     def is_unchanged(self) -> bool:
         """Whether the model still gives this row."""

@@ -34,11 +34,11 @@ Placed = Placement[TokenSequence]
 
 #: Running one token alone costs as much as this many tokens of a long sequence. On a CPU it is 2
 #: with Mamba 2 and 5 with LFM2.
-SEQUENCE_OF_ONE = 4
+SINGLE_TOKEN_COST = 4
 
 #: Contexts of unequal length run together if the longest has at most this many times as many tokens
 #: as the shortest, plus this many tokens.
-TWICE, LONGER = 2, 64
+MAX_LENGTH_RATIO, MAX_EXTRA_TOKENS = 2, 64
 
 #: transformers' cache layers whose keys and values have a position for each token, or that have no
 #: keys and values.
@@ -256,7 +256,7 @@ class Snapshots:
         whole = self.forward + count * length, 0
         if self.at_once:
             return whole[0] - count * start, start
-        steps = (self.forward + SEQUENCE_OF_ONE * count) * (length - start), start
+        steps = (self.forward + SINGLE_TOKEN_COST * count) * (length - start), start
         return min(steps, whole) if start else whole
 
     def keep(self, keys: Sequence[bytes], cache: Any) -> None:
@@ -370,7 +370,10 @@ def _alike(lengths: Mapping[int, int], count: int) -> Iterator[list[int]]:
     padding. The longest sequence of a batch comes last."""
     batch: list[int] = []
     for at in sorted(lengths, key=lengths.__getitem__):
-        if batch and (len(batch) == count or lengths[at] > TWICE * lengths[batch[0]] + LONGER):
+        if batch and (
+            len(batch) == count
+            or lengths[at] > MAX_LENGTH_RATIO * lengths[batch[0]] + MAX_EXTRA_TOKENS
+        ):
             yield batch
             batch = []
         batch.append(at)

@@ -35,7 +35,7 @@ GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pc
 
 #: The errors that mlx-lm raises for a configuration or weights that it does not know, while loading
 #: or at the first row. SystemExit is among them because one of its models ends the process.
-UNREAD = (
+LOADING_ERRORS = (
     AttributeError, LookupError, NotImplementedError, OSError, SystemExit, TypeError, ValueError,
 )  # fmt: skip
 
@@ -84,7 +84,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         runner = Runner(model, adapters, chosen.prefill_step_size)
         first = runner.cold((0, 0))
         mx.eval(first)
-    except UNREAD as error:
+    except LOADING_ERRORS as error:
         raise EngineError(
             f"mlx-lm cannot load {name!r}, of family {config.get('model_type')!r} "
             f"({' '.join(describe_error(error).split()):.200}); load it with backend='hf'"

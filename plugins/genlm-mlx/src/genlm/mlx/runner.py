@@ -20,11 +20,11 @@ Cache = list[Any]  # one mlx-lm cache per layer
 #: The most bytes of logits that are computed together for a score, and the number of rows before
 #: the size of the vocabulary is known.
 LOGITS_BYTES = 128 << 20
-FIRST_LOGITS = 64
+FIRST_READ_ROWS = 64
 
 #: The most tokens of a forward pass that gives rows, since logits are computed for all its tokens.
 #: A forward pass may have more if each context has at most the second number.
-WITH_LOGITS, LEAST_READ = 128, 5
+MAX_READ_TOKENS, MIN_READ_TOKENS = 128, 5
 
 
 def version_of(query: Query) -> int:
@@ -74,7 +74,9 @@ class Runner:
         """Append tokens as :meth:`feed` does, and return the logits after the ``wanted`` tokens,
         ``[len(wanted), vocab_size]`` float32. Each wanted token is given by its sequence and its
         index in ``tokens``."""
-        most = min(max(WITH_LOGITS // len(tokens), LEAST_READ), self.step_size // len(tokens))
+        most = min(
+            max(MAX_READ_TOKENS // len(tokens), MIN_READ_TOKENS), self.step_size // len(tokens)
+        )
         order: list[int] = []
         parts: list[mx.array] = []
         for start, logits in self._chunks_of(cache, versions, tokens, most):
@@ -135,7 +137,7 @@ class Runner:
         """
         if head := tokens[:-last]:
             self.feed(cache, [version], [head])
-        width, start = FIRST_LOGITS, len(tokens) - last
+        width, start = FIRST_READ_ROWS, len(tokens) - last
         while start < len(tokens):
             chunk = mx.array([tokens[start : start + width]], mx.int32)
             self.adapters.select([version])

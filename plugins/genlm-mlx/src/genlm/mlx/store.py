@@ -14,7 +14,7 @@ from genlm.kit.kv import Placement, Planner, SharingCosts, TokenSequence
 from genlm.kit.segments import Slot
 from genlm.mlx.chunk import Chunk
 from genlm.mlx.layout import Layout
-from genlm.mlx.runner import LEAST_READ, WITH_LOGITS, Cache, Runner, in_order, ordered
+from genlm.mlx.runner import MAX_READ_TOKENS, MIN_READ_TOKENS, Cache, Runner, in_order, ordered
 from genlm.mlx.table import Table
 
 #: The costs with which the planner decides on sharing.
@@ -26,7 +26,7 @@ MAX_TOKENS_BEFORE_LAST = 4
 
 #: The most products of queries and keys for each head in one forward pass of a long context, and
 #: the number of tokens that a forward pass may have in any case.
-MOST_PRODUCTS, LEAST_FED = 1 << 21, 256
+MAX_PRODUCTS, MIN_FED_TOKENS = 1 << 21, 256
 
 
 class Store:
@@ -153,7 +153,7 @@ class Store:
             bounds = zip(batch, starts, first, strict=True)
             self._feed(chunk for bound in bounds for chunk in _chunks(*bound))
             starts = first
-        most = max(WITH_LOGITS, LEAST_READ * len(batch))
+        most = max(MAX_READ_TOKENS, MIN_READ_TOKENS * len(batch))
         owners: list[int] = []
         parts: list[mx.array] = []
         for pieces in _forwards(batch, starts, most):
@@ -174,7 +174,7 @@ class Store:
         room = self._runner.step_size
         for segment, start, tokens, version in chunks:
             while tokens:
-                most = min(room, max(LEAST_FED, MOST_PRODUCTS // (start + room)))
+                most = min(room, max(MIN_FED_TOKENS, MAX_PRODUCTS // (start + room)))
                 some, tokens = tokens[:most], tokens[most:]
                 batch.append(Chunk(segment, start, some, version))
                 start, room = start + len(some), room - len(some)

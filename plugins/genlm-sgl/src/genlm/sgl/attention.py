@@ -14,7 +14,7 @@ from attrs import frozen
 from torch.nn.functional import scaled_dot_product_attention
 
 #: The most positions that one group gathers: 48 MiB of keys in a model of 135M parameters.
-MOST_POSITIONS = 1 << 16
+MAX_GROUP_POSITIONS = 1 << 16
 
 #: The largest share of a group that may be padding.
 MAX_PADDING_SHARE = 0.25
@@ -152,7 +152,9 @@ def _alike(lengths: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
     filled = 0
     for i in sorted(range(len(new)), key=lambda i: (new[i], lengths[i])):
         size = (len(group) + 1) * lengths[i]
-        fits = size <= MOST_POSITIONS and size - filled - lengths[i] <= MAX_PADDING_SHARE * size
+        fits = (
+            size <= MAX_GROUP_POSITIONS and size - filled - lengths[i] <= MAX_PADDING_SHARE * size
+        )
         if group and not (fits and new[i] == new[group[0]]):
             yield group
             group, filled = [], 0

@@ -41,7 +41,7 @@ LEFT_OUT: dict[str, tuple[object, ...]] = {
 Limit = tuple[int, str]
 
 #: The tolerance for cosines and sines, which is larger in half precision and at later positions.
-CLOSE, CLOSE_IN_HALF, CLOSE_BY_POSITION = 1e-3, 2e-2, 1e-6
+TOLERANCE, HALF_TOLERANCE, TOLERANCE_PER_POSITION = 1e-3, 2e-2, 1e-6
 
 
 def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
@@ -228,8 +228,8 @@ def _rotates(module: Any, right: Rotary, limit: int | None) -> bool:
     angles = positions.unsqueeze(1) * right.inverse.cpu()
     expected = torch.cat([angles.cos(), angles.sin()], -1) * right.factor
     off = (known[positions].float().cpu() - expected).abs()
-    close = CLOSE if known.dtype == torch.float32 else CLOSE_IN_HALF
-    return bool((off <= close + CLOSE_BY_POSITION * positions.unsqueeze(1)).all())
+    close = TOLERANCE if known.dtype == torch.float32 else HALF_TOLERANCE
+    return bool((off <= close + TOLERANCE_PER_POSITION * positions.unsqueeze(1)).all())
 
 
 def _table(module: Any) -> Any:

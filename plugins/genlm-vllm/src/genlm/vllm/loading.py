@@ -50,7 +50,7 @@ SCHEDULER = "genlm.vllm.forks.forking_scheduler"
 
 #: The errors that vLLM raises for a configuration that it does not know, while loading or at the
 #: first row.
-UNREAD = (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError)
+LOADING_ERRORS = (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError)
 
 #: The modules of vLLM that read a model's files, build the model and have its kernels; an error
 #: from any other module is about options. And the messages by which other modules report an unknown
@@ -163,7 +163,7 @@ def _explained(model: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, UNREAD) and not _is_of_the_model(error):
+        if not isinstance(error, LOADING_ERRORS) and not _is_of_the_model(error):
             raise
         said = " ".join(describe_error(error).split())
         raise EngineError(

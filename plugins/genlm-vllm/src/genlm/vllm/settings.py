@@ -28,10 +28,10 @@ from genlm.kit.settings import (
 log = get_logger()
 
 #: Families whose windows vLLM makes one token wider than transformers.
-WIDER = ("cohere2", "cohere2_moe")
+WIDER_WINDOW_FAMILIES = ("cohere2", "cohere2_moe")
 
 #: Families in which vLLM gives all layers the same window.
-ONE_WINDOW = (
+ONE_WINDOW_FAMILIES = (
     "ministral3", "mixtral", "phi3", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text",
     "qwen3", "qwen3_moe",
 )  # fmt: skip
@@ -46,7 +46,7 @@ YARN, POSITIONS = ("qwen3_vl_text", "qwen3_vl_moe_text"), "mrope_positions_facto
 #: For each family, settings that vLLM does not read, with the values that it assumes. Settings that
 #: decide which weights there are need no entry: the load shows which weights vLLM leaves out, and
 #: which it lacks.
-TAKEN: Mapping[str, Mapping[str, object]] = {
+ASSUMED_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "cohere": {"hidden_act": "silu"},
     "cohere2": {"hidden_act": "silu"},
     "cohere2_moe": {"hidden_act": "silu", "norm_topk_prob": True},
@@ -182,7 +182,7 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
     given_window = getattr(settings, "sliding_window", None)
     windowed = ("sliding_window", "layer_types") if given_window else ()
     unread = [name for name in windowed if not is_read(settings.model_type, name)]
-    wider = settings.model_type in WIDER and whole.model_type not in BY_TRANSFORMERS
+    wider = settings.model_type in WIDER_WINDOW_FAMILIES and whole.model_type not in BY_TRANSFORMERS
     # vLLM would read settings that transformers ignores.
     if any(getattr(settings, name, None) for name in unread):
         corrected = configuration.with_changes(**dict.fromkeys(unread))
@@ -224,7 +224,7 @@ def _takes_windows(settings: Any) -> bool:
     # vLLM gives windows to every other layer, beginning with the first.
     if settings.model_type == "gpt_oss":
         return kinds == (["sliding_attention", "full_attention"] * len(kinds))[: len(kinds)]
-    return settings.model_type not in ONE_WINDOW or len({*kinds}) <= 1
+    return settings.model_type not in ONE_WINDOW_FAMILIES or len({*kinds}) <= 1
 
 
 def _refuse_what_is_not_read(settings: Any, whole: str) -> None:
@@ -233,7 +233,7 @@ def _refuse_what_is_not_read(settings: Any, whole: str) -> None:
         settings: The settings of the language model.
         whole: The family of the whole model, to which the output layer belongs.
     """
-    family, fixed = settings.model_type, dict(TAKEN.get(settings.model_type, {}))
+    family, fixed = settings.model_type, dict(ASSUMED_SETTINGS.get(settings.model_type, {}))
     usual = getattr(type(settings), "hidden_act", None)  # transformers 4 has no such attribute
     if usual is not None and any("experts" in name for name in settings.to_dict()):
         fixed["hidden_act"] = usual  # vLLM's experts always use the family's usual activation
