@@ -17,8 +17,9 @@ from genlm.conformance.driver import Driver
 from genlm.conformance.properties import for_all
 from genlm.conformance.report import counterexample, run
 from genlm.conformance.subject import Subject
-from genlm.core import Adapter, EngineDeadError, Query, hookimpl
-from genlm.core.mock import MockEngine
+from genlm.core import Adapter, Answer, EngineDeadError, Query, hookimpl
+from genlm.core.mock import ContinuousMockEngine, MockEngine
+from genlm.core.types import Request
 from genlm.kit.memory import lower
 
 from .faulty import OfTheMock, verdict_on
@@ -259,6 +260,31 @@ def test_reference_rows_of_another_width_are_named() -> None:
     assert verdict.status == "failed"
     assert "the reference row of [" in verdict.detail
     assert "has the shape (300,), not (258,)" in verdict.detail
+
+
+class AnswersTogetherLater(ContinuousMockEngine):
+    """Answers one request a call, and from the fourth clear on all that are ready."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.clears, self.ready = 0, list[Answer]()
+
+    @hookimpl
+    def genlm_step(self, queries: Sequence[Query], dropped: Sequence[Request]) -> list[Answer]:
+        self.ready += self.advance(queries, [one for one in dropped if one in self._in_flight])
+        count = 1 if self.clears < 4 else len(self.ready)
+        answers, self.ready = self.ready[:count], self.ready[count:]
+        return answers
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        self.clears += 1
+        super().genlm_clear_kv_cache()
+
+
+def test_rows_that_the_suite_keeps_do_not_count_as_left() -> None:
+    verdict = verdict_on(OfTheMock(AnswersTogetherLater, 0.1), "nothing_grows")
+    assert verdict.status == "passed", verdict.detail
 
 
 class EndsLater(MockEngine):

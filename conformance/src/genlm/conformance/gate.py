@@ -158,7 +158,7 @@ class EngineGate:
             return
         self._answered(hook, queries)
         if hook == "genlm_next_token_logprobs":
-            self._look_back()
+            self.look_back()
             self._keep(hook, result)
 
     def _step_begins(self, arguments: Mapping[str, Any]) -> None:
@@ -184,7 +184,7 @@ class EngineGate:
             self._in_steps.pop(answer.request, None)
         self._answered("genlm_step", [query_of(answer.request) for answer in answers])
         if answers:
-            self._look_back()
+            self.look_back()
         for answer in answers:
             if getattr(answer.result, "ndim", None) == 1:
                 self._keep("genlm_step", answer.result[None])
@@ -212,7 +212,8 @@ class EngineGate:
         if hasattr(rows, "clone") and not rows.requires_grad and rows.ndim == 2:
             self._returned.append((hook, rows[:4], rows[:4].clone()))
 
-    def _look_back(self) -> None:
+    def look_back(self) -> None:
+        """Look whether rows that were returned are as they were, and keep them no longer."""
         returned, self._returned = self._returned, []
         for hook, rows, copy in returned:
             if not bool((rows == copy).all() | rows.isnan().any()):

@@ -136,6 +136,7 @@ class Model:
 
     def clear(self) -> None:
         """Clear the rows and the key/value state."""
+        self.gate.look_back()  # What the suite itself keeps would look like the engine's.
         self.lm.clear_cache()
         self.lm.clear_kv_cache()
         self.commands.clear()
