@@ -26,7 +26,7 @@ TRIED = 200
 
 @pytest.fixture(scope="module")
 def table(pytestconfig: pytest.Config) -> Iterator[list[Any]]:
-    """What was found; printed at the end."""
+    """The table of results, printed at the end."""
     found: list[Any] = []
     yield found
     lines = [f"{len(found)} families: {dict(Counter(one.outcome for one in found))}"]

@@ -60,7 +60,7 @@ def small_family(family: str, far: int) -> Any:
     """A small random model of a family, each of its thresholds at ``far`` tokens.
 
     Raises:
-        Exception: whatever transformers says of such a model.
+        Exception: transformers' error for the model.
     """
     config = CONFIG_MAPPING[family](**LEFT_OPEN.get(family, {}))
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

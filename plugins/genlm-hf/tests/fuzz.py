@@ -1,6 +1,6 @@
-"""Random programs, each on a small model of a family. Its thresholds are near the lengths asked, as
-are the engine's budget, its chunks and its constants. Every answer is compared with what a model
-gives that the engine has no part in."""
+"""Random programs, each on a small model of a family. The model's thresholds are near the lengths
+of contexts, and so are the engine's budget, chunks and constants. Every answer is compared with
+that of a copy of the model without the engine."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ LONGEST = 90
 
 @contextmanager
 def program(families: Sequence[str], source: random.Random) -> Iterator[Program]:
-    """One on a small model of one of the families."""
+    """A program on a small model of one of the families."""
     options = {
         "max_batch_tokens": source.choice((4, 16, 48, 2048)),
         "kv_cache_bytes": source.choice((None, None, 0, 1 << source.randint(12, 22))),
@@ -152,7 +152,8 @@ def any_engine(
 ) -> tuple[HFEngine, Any]:
     """An engine on a model of one of the families, and a copy of the model.
 
-    An old version of transformers lacks some families, and computes others so that hf refuses them.
+    An old version of transformers lacks some families, and computes others in a way that hf
+    rejects.
     """
     for family in source.sample(families, len(families)):
         if family in CONFIG_MAPPING:
@@ -176,7 +177,7 @@ class OnHF(Program):
             super().adapt()
 
     def adapter(self) -> tuple[str, str] | None:
-        """A new one, of some kinds of layers."""
+        """A new adapter of some kinds of layers."""
         plain = self.references[None]
         names = {name.rpartition(".")[2] for name, one in plain.named_modules() if is_linear(one)}
         targets = sorted(names.intersection(TARGETS))
@@ -214,8 +215,9 @@ class OnHF(Program):
 
     @torch.no_grad()
     def is_chaotic(self, query: Query) -> bool:
-        """Whether rounding decides what the row is, as where two experts are chosen alike: then
-        another precision gives other rows, or weights that are off by about as much."""
+        """Whether rounding decides the row, for instance because two experts are about equally
+        likely. Then the row changes with the precision, or with changes of the weights as small as
+        rounding."""
         noise = torch.Generator().manual_seed(0)
         for off in (0.0, *(1e-6,) * 8):
             model = copy.deepcopy(self.reference(query)).double()
@@ -230,7 +232,7 @@ class OnHF(Program):
 
 @define(eq=False, kw_only=True)
 class InFourBits(OnHF):
-    """On a CPU bitsandbytes computes in bfloat16, where the processor can."""
+    """On a CPU, bitsandbytes computes in bfloat16 if the processor supports it."""
 
     def is_chaotic(self, query: Query) -> bool:
         return False

@@ -53,7 +53,8 @@ class Pair:
         return rows_of(self.engine, [Query(tuple(context)) for context in contexts])
 
     def errors(self, *contexts: Sequence[int]) -> list[str | None]:
-        """What is said of contexts that come together; ``None`` of one that has its row."""
+        """The errors of contexts that are requested together; ``None`` for a context that has its
+        row."""
         queries = [Query(tuple(context)) for context in contexts]
         results: dict[Query, Any] = {}
         while len(results) < len(queries):
@@ -69,7 +70,7 @@ class Pair:
         dropped: Sequence[Sequence[int]] = (),
         atol: float = 1e-4,
     ) -> set[tuple[int, ...]]:
-        """One step; the contexts that it answers, whose rows are compared."""
+        """Make one step, compare the rows of the answered contexts, and return these contexts."""
         answers = self.engine.genlm_step(
             [Query(tuple(one)) for one in contexts],
             [Query(tuple(one)) for one in dropped],
@@ -128,12 +129,13 @@ def build(config: PretrainedConfig) -> Any:
 
 
 def beside(model: Any, reference: Any, **options: Any) -> Pair:
-    """An engine over a model, beside another one; its ``forwards`` stay empty."""
+    """An engine over a model, beside a reference model; its ``forwards`` stay empty."""
     return Pair(HFEngine(model, None, HFOptions.parse(options)), reference)
 
 
 def unproven(model: Any, **options: Any) -> Pair:
-    """An engine over a model, or over a new one of a configuration, beside a copy of it."""
+    """An engine over a model, or over a new model of a configuration, beside a copy of the
+    model."""
     if isinstance(model, PretrainedConfig):
         # The engine sets the attention of its own model's configuration.
         model = build(copy.deepcopy(model))
@@ -146,8 +148,8 @@ def unproven(model: Any, **options: Any) -> Pair:
 
 
 def proven(model: Any, **options: Any) -> Pair:
-    """The same engine, which has compared contexts of many lengths with cold ones: then the
-    forwards that it runs are those that are asked for."""
+    """The same engine after it has compared contexts of many lengths with cold ones, so that it
+    runs no further forwards for comparison."""
     pair = unproven(model, **options)
     with capture_logs() as events:
         pair.ask(range(250))
@@ -185,10 +187,10 @@ def check_random_program(
 
 @define
 class Sweep:
-    """What became of one family of models.
+    """The outcome for one family of models.
 
-    ``outcome`` is "right", "wrong", "refused" (by an error that says why), "not built", or "fails
-    by itself", where transformers alone cannot compute the rows; ``why`` says more.
+    ``outcome`` is "right", "wrong", "refused" (with an error that explains it), "not built", or
+    "fails by itself" if transformers alone cannot compute the rows. ``why`` gives details.
     """
 
     family: str

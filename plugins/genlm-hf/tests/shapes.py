@@ -1,4 +1,4 @@
-"""Shapes of tiny models, and where they are."""
+"""Shapes of tiny models, and the device that they are on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import torch
 from transformers import Lfm2Config, MambaConfig
 
-#: CONTRIBUTING.md names another variable.
+#: The device of the tests' models. CONTRIBUTING.md says when to set another one.
 DEVICE = torch.device(os.environ.get("GENLM_TEST_DEVICE", "cpu"))
 
 TOKENS = 257  # every byte, and the end

@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 
 
 class Loader(torch.nn.Module):
-    """Loads what it is told to, in its own way."""
+    """A loader that loads the given tensors, each in its own way."""
 
     def __init__(self, load: Callable[[torch.Tensor, torch.Tensor], Any], names: set[str]) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def test_tensors_that_a_loader_ignores_are_reported(how: str, mapped: bool) -> N
 
 
 def test_tensor_in_memory_of_a_freed_one_counts_separately() -> None:
-    """Large ones are not kept: their memory may hold the next."""
+    """Large tensors are not kept, so their memory may hold the next one."""
     reading, place = Reading(), torch.ones(1 << 19)
     weights = [("first", place), ("second", place.view(2, -1)), ("third", place[: 1 << 18])]
     assert [name for name, _ in reading.of(weights)] == ["first", "second", "third"]

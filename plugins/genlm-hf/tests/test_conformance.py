@@ -1,5 +1,5 @@
-"""What every backend must do, on a tiny model with adapters; what concerns state, on a recurrent
-one; the rows of a small real one."""
+"""The whole suite on a tiny model with adapters, the clauses on state on a recurrent model, and the
+rows of a small real model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TestTiny(Tiny):
 
 @pytest.mark.any_version
 class TestTinyThoroughly(Tiny):
-    """And in chunks, between which others are answered."""
+    """The suite with chunks, between which other requests are answered."""
 
     effort = 0.2
     options = {"max_batch_tokens": 32}  # noqa: RUF012

@@ -164,7 +164,7 @@ def test_score_additionally_copies_its_targets(there: Make) -> None:
 
 @pytest.mark.parametrize("n", [2, 9])
 def test_a_step_copies_the_same_for_any_number(n: int, there: Make) -> None:
-    """Rows of contexts that grow, of forks and of new ones, and scores."""
+    """Rows of growing, forked and new contexts, and scores."""
     engine, contexts = there(LLAMA), contexts_of(20, n)
     ask(engine, *contexts)
     mixed = (
@@ -260,7 +260,7 @@ def test_a_fork_launches_ten_kernels_besides(n: int, there: Make) -> None:
 
 @pytest.mark.parametrize("shared", [2, 3])
 def test_further_trunk_launches_one_kernel_per_layer(shared: int) -> None:
-    """Long prompts, from each of which some contexts go on."""
+    """Long prompts, each with several continuations."""
     # Another model, because models on the device change their configuration.
     model = build(LlamaConfig.from_dict(LLAMA.to_dict()))
     counts = []

@@ -1,4 +1,5 @@
-"""What `nox -s gpu` measures, on the CPU: its figures are of rows that are the raw model's."""
+"""Runs the measurements of `nox -s gpu` on the CPU: their rows agree with those of the raw
+model."""
 
 from __future__ import annotations
 
@@ -117,7 +118,7 @@ def test_command_keeps_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_failing_stage_leaves_the_next_one_unaffected(
     ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is a process of its own; what it had found is kept."""
+    """A stage is a process of its own, whose results so far are kept."""
     script = """
         import json, sys, threading
         print(json.dumps({"what": "first figure"}), flush=True)

@@ -1,4 +1,4 @@
-"""Forward hooks of others on a model in use, as for steering."""
+"""The user's forward hooks on a served model, for instance for steering."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def test_missing_weights_are_rejected(tiny: str, tmp_path: Path, file: str) -> N
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_folder_without_a_tokenizer(tmp_path: Path, kind: str) -> None:
-    """Of GPT-2's, transformers makes one with a single special token."""
+    """For a GPT-2 folder, transformers makes up a tokenizer with a single special token."""
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2} if kind == "gpt2" else SHAPE
     config = AutoConfig.for_model(kind, **{**sizes, "vocab_size": TOKENS})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -325,7 +325,7 @@ def test_missing_lora_support_is_explained(
 
 
 def test_a_subclass_that_gives_its_tokenizer_alone(tiny: str) -> None:
-    """As those of genlm-backend's AsyncLM do."""
+    """Subclasses of genlm-backend's AsyncLM do this."""
 
     class Mine(AsyncLM):
         def __init__(self, tokenizer: Any) -> None:

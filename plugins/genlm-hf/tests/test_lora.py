@@ -88,7 +88,8 @@ def test_adapters_by_turns_touch_no_weights(
 
 
 def test_error_in_a_mixed_batch_leaves_no_hooks(tiny: str, lora_folders: dict[str, str]) -> None:
-    """The next batches have as many rows as the failed one: what it left would go unnoticed."""
+    """The next batches have as many rows as the failed one, so leftover hooks would apply to
+    them."""
     engine = HFEngine(AutoModelForCausalLM.from_pretrained(tiny), None)
     a, b = Adapter("a", lora_folders["a"], 1), Adapter("b", lora_folders["b"], 2)
     for adapter in (a, b):

@@ -1,4 +1,5 @@
-"""Every kind of adapter that PEFT saves is right, or refused; ``docs/adapters.md`` says which."""
+"""Every kind of adapter that PEFT saves is applied correctly or rejected, as ``docs/adapters.md``
+says."""
 
 from __future__ import annotations
 
@@ -226,7 +227,7 @@ def test_adapted_parameters_keep_their_place_in_the_model(
 def test_layers_that_flatten_a_padded_batch_get_adapters_per_token(
     tiny: str, tmp_path: Path
 ) -> None:
-    """Those of OPT, and shared experts; where state is kept, each token is a row of its own."""
+    """The layers of OPT, and shared experts. With kept state, each token is a row of its own."""
     torch.manual_seed(0)
     config = OPTConfig(**SHAPE, ffn_dim=48, word_embed_proj_dim=16, init_std=0.2)
     folder = tmp_path / "model"

@@ -39,7 +39,8 @@ VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 
 
 def write(folder: Path, modules: Mapping[str, tuple[int, int]], **settings: Any) -> dict[str, Any]:
-    """Save an adapter of modules of these inputs and outputs; returns what it adds to each."""
+    """Save an adapter of modules with these inputs and outputs. Returns what the adapter adds to
+    each weight."""
     torch.manual_seed(1)
     tensors, changes = {}, {}
     for name, (inputs, outputs) in modules.items():
@@ -74,7 +75,8 @@ def check(base: Any, folder: Path, merged: Any) -> None:
 
 
 def experts(family: str) -> tuple[Any, dict[str, tuple[int, int]], Callable[[str], str]]:
-    """A model with experts, the names of its modules under transformers 4, and what these are."""
+    """A model with experts, and the names of its modules under transformers 4 with the modules that
+    they mean."""
     if family == "mixtral":
         model = build(MixtralConfig(**SIZES, num_local_experts=4))
         block, (gate, up, down), inner = "block_sparse_moe", ("w1", "w3", "w2"), 48

@@ -1,4 +1,4 @@
-"""LoRA on quantised weights: the base model stays as it is, or the adapter is refused."""
+"""LoRA on quantised weights: the base model is unchanged, or the adapter is rejected."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_missing_saved_module_is_reported_before_weights_are_checked(
 
 
 def check_refused(model: Any, folder: str, error: type[Exception], said: str) -> None:
-    """An adapter is refused, and the base model stays as it is."""
+    """Check that an adapter is rejected, and that the base model is unchanged."""
     engine = HFEngine(model, None)
     base = row(engine)
     with pytest.raises(error, match=said):
@@ -111,7 +111,7 @@ class Unpacks(torch.nn.Linear):
 
 
 class ChangesWhileFrozen(torch.nn.Linear):
-    """Computes something else while its weights are frozen, which PEFT does."""
+    """A layer whose result changes while its weights are frozen, as PEFT freezes them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (1.0 if self.weight.requires_grad else 1.1)

@@ -43,7 +43,8 @@ ON_CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to 
 def failing(
     module: torch.nn.Module, fails: Callable[[int], bool], error: BaseException | None = None
 ) -> Iterator[None]:
-    """Calls of a module whose number of tokens, given to ``fails``, says so run out of memory."""
+    """Inside the block, calls of a module run out of memory if ``fails`` is true for their number
+    of tokens."""
 
     forward = module.forward
 
@@ -69,7 +70,7 @@ def memory_for(
 
 
 def only(which: int) -> Callable[[int], bool]:
-    """Says so of one call, by its number."""
+    """True for one call, by its number."""
     calls = itertools.count()
     return lambda _: next(calls) == which
 
@@ -111,7 +112,7 @@ def test_default_budget_is_a_quarter_of_available_memory(
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "nemotron"])
 def test_rejected_reuse_modes_leave_the_pool_budget_unchanged(family: str) -> None:
-    """These take neither the first way nor, one of them, the second."""
+    """These families reject the first reuse mode and, one of them, also the second."""
     pool = HFEngine(small_family(family, 2000), None)._runner.pool
     pool.resize(1, 1)
     assert pool.bytes_per_column == sum(slab.states.nbytes for slab in pool.slot(0).slabs)
@@ -219,7 +220,7 @@ def damage_one(model: Any) -> None:
 
 
 def only_way(reuse: ReuseMode) -> Callable[..., Choice]:
-    """A probe that has found out that there is no better way than this one."""
+    """A probe that has rejected all modes better than this one."""
 
     def choose(model: Any, *_: Any) -> Choice:
         if reuse in (ReuseMode.SHARED, ReuseMode.PACKED):
@@ -287,7 +288,7 @@ def test_overflow_error_names_the_type_and_a_wider_one() -> None:
 
 
 def test_step_does_not_wait_to_look_for_nan(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device, a look waits for what is computed there."""
+    """On a device, looking for NaN would wait for the computation."""
     events: list[str] = []
     look = Computed.broken
     monkeypatch.setattr(Computed, "broken", lambda self: events.append("look") or look(self))

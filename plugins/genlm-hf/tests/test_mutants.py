@@ -21,7 +21,7 @@ pytest.importorskip("peft", reason="adapters are made with the package peft")
 
 
 def verdict(engine: Any, clause: str) -> Any:
-    """What came of a clause."""
+    """The outcome of a clause."""
     (found,) = run(OfARealModel(engine, effort=1.0), only=lambda name: name == clause).verdicts
     return found
 
@@ -43,7 +43,7 @@ def test_the_model_without_fault_passes_the_clauses() -> None:
 
 
 def test_a_wrong_copy_is_named() -> None:
-    """Where the planner of genlm-kit moves the state, a wrong row is told with its last
+    """If genlm-kit's planner moves the state, the report of a wrong row includes the planner's last
     commands."""
     told = verdict(MUTANTS["ForksInTurn"].engine, "large_batch").detail
     assert "the last commands of genlm.kit.kv's planners" in told

@@ -1,5 +1,5 @@
-"""Contexts that others of the same step begin with: their rows are read from the forward of those,
-and cost no tokens."""
+"""Contexts that are prefixes of others in the same step. Their rows are read from the others'
+forward, and cost no tokens."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_a_model_without_state_computes_the_longest_alone() -> None:
 
 
 def test_contexts_beyond_the_reuse_limit_are_computed_separately() -> None:
-    """There what one forward gives at a place is not the row of the context that ends there; and a
-    step counts all of their tokens."""
+    """Beyond the limit, the logits at an earlier position are not the row of the context that ends
+    there, so all tokens of each context count."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     config = llama_config(max_position_embeddings=24, rope_parameters=rope)
     model = unproven(config, max_batch_tokens=128)
@@ -169,7 +169,7 @@ def test_lack_of_memory_inside_a_text_keeps_rows_right(monkeypatch: pytest.Monke
 
 
 def test_texts_that_differ_in_one_word() -> None:
-    """Scored together, as a sampler of single words asks for them."""
+    """They are scored together, as a sampler of single words requests them."""
     model = proven(LlamaConfig(**SHAPE))
     (text,) = draw(1, 9)
     asked = [(text[:1], (*text[1:4], token, *text[5:])) for token in range(20)]

@@ -1,4 +1,4 @@
-"""A context for which a model has no positions is refused, and the longest one is not."""
+"""A context that exceeds a model's positions is rejected, and the longest valid one is accepted."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_table_of_positions_is_the_limit(family: str, tiny: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "linear", "yarn"])
 def test_a_rotary_embedding_that_stretches_takes_more(kind: str) -> None:
-    """As many times more as its configuration says."""
+    """The longest context is multiplied by the configuration's factor."""
     config = transformers.LlamaConfig(
         **{**SHAPE, "max_position_embeddings": 20},
         rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0},
@@ -77,7 +77,7 @@ def test_a_rotary_embedding_that_stretches_takes_more(kind: str) -> None:
 
 
 def test_rotary_scaling_in_some_layers_does_not_extend_the_context() -> None:
-    """Those of Gemma 3: the count of positions is the stretched one already."""
+    """In Gemma 3, the number of positions is already the stretched one."""
     config = transformers.Gemma3TextConfig(
         **{**SHAPE, "max_position_embeddings": 20, "head_dim": 8},
         rope_parameters={

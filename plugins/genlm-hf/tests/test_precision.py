@@ -103,7 +103,7 @@ def test_wrong_reuse_mode_is_rejected_even_if_rows_are_nearly_uniform(
 
 @pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str)
 def another_default(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The type of tensors that are made without one, as a user's program may set it."""
+    """Another default type for new tensors, as a user's program may set it."""
     torch.set_default_dtype(request.param)
     yield
     torch.set_default_dtype(torch.float32)
@@ -139,9 +139,9 @@ def test_quantised(bits: int, stored: torch.dtype, tiny: str) -> None:
 
 
 def rounding(config: Any) -> Any:
-    """A model whose linear layers round what they get, each token by a scale of its own, as int8
-    layers with dynamic activations do. Forwards of unlike size differ by as little as kernels do,
-    which is rounded to other numbers."""
+    """A model whose linear layers round their inputs, each token by a scale of its own, as int8
+    layers with dynamic activations do. Forwards of different size differ as little as kernels do,
+    but rounding enlarges the difference."""
     model = build(config)
 
     def kernel(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""What READMEs show is run: the plugin's, and the project's on the real model, with its output."""
+"""Runs the READMEs of the plugin and of the project, the latter on the real model, with its
+output."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_context_that_grows_by_two_shares_the_first_token(llama: Any) -> None:
 
 
 def test_scores_whose_rows_come_from_a_trunk_and_from_a_slot(llama: Any) -> None:
-    """Another context shares a trunk, which ends within what is scored."""
+    """Another context shares a trunk that ends within the scored text."""
     whole, first = draw(2, 640)
     llama.check(first)  # the length that is compared with a cold row
     llama.check_scores((whole[:560], whole[560:]), (whole[:620], (1, 2, 3)))
@@ -217,7 +217,8 @@ def test_a_pinned_prompt_is_read_by_all(llama: Any) -> None:
 def test_state_belongs_to_an_adapter(
     costs: SharingCosts, tiny: str, lora_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a prompt is computed in chunks, and of contexts that others begin with."""
+    """This also holds for prompts computed in chunks, and for contexts that are prefixes of
+    others."""
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
     monkeypatch.setattr(strategies, "SHARING_COSTS", costs)
     base = [AutoModelForCausalLM.from_pretrained(tiny) for _ in range(2)]

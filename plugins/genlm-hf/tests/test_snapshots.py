@@ -25,7 +25,8 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def further(model: Any, contexts: int, tokens: int) -> list[int]:
-    """The forwards in which so many contexts go on by so many tokens: one, or one a token."""
+    """The expected forwards if some contexts are extended by some tokens: one forward, or one for
+    each token."""
     if model.engine.reuse is ReuseMode.SNAPSHOTS:
         return [contexts * tokens]
     return [contexts] * tokens
@@ -201,7 +202,7 @@ def test_fork_leaves_its_parent_unchanged(model: Any) -> None:
 
 
 def test_contexts_of_unlike_length_go_on_together(model: Any) -> None:
-    """Also those that come and go, fork, and are left alone with the longest gone."""
+    """Contexts also come, leave, fork, and remain alone after the longest has left."""
     contexts = [one[: 20 + 7 * at] for at, one in enumerate(draw(5, 60))]
     model.ask(*contexts)
     for step, some in enumerate([range(5), (4, 0, 2), (1, 3), (0,), (0, 0, 4)]):

@@ -47,7 +47,7 @@ def static(config: Any, **options: Any) -> Pair:
 
 @pytest.fixture(params=["as it is", "recorded"])
 def recorder(request: pytest.FixtureRequest) -> Iterator[Operators | None]:
-    """How a step runs: ``None`` where by Python."""
+    """The recorder of steps; ``None`` means that steps run in Python."""
     way = recorded_steps() if request.param == "recorded" else nullcontext()
     with patch.object(strategies, "recorder_for", lambda device: None), way as given:
         yield given
@@ -151,7 +151,7 @@ def test_dropped_requests_leave_other_rows_right(recorder: Operators | None) -> 
 
 @pytest.mark.usefixtures("operators")
 def test_returned_rows_are_unchanged_by_later_replays() -> None:
-    """A replay writes over what other recordings gave."""
+    """A replay overwrites the results of other recordings."""
     pair = static(LLAMA)
     given: list[tuple[Any, Any]] = []
     contexts = draw(4, 10)
@@ -167,7 +167,7 @@ def test_returned_rows_are_unchanged_by_later_replays() -> None:
 
 
 class Steps:
-    """Contexts of an engine that grow; says how many steps were replayed of those asked."""
+    """Growing contexts of an engine; counts how many of the requested steps were replayed."""
 
     def __init__(self, pair: Pair, recorder: Operators, count: int = 4) -> None:
         self.pair, self.recorder, self.contexts = pair, recorder, draw(count, 8)
@@ -236,7 +236,7 @@ def test_replaced_weights_drop_recordings(
 
 
 def test_replay_reads_changed_weights(operators: Operators) -> None:
-    """As an optimizer does: a recording reads them where they are."""
+    """An optimizer writes weights in place, from where a recording reads them."""
     steps = Steps(static(LLAMA), operators)
     assert steps.replayed(5) == 2
     for model in (steps.pair.engine.model, steps.pair.reference):
@@ -296,7 +296,7 @@ def test_adapters_each_have_recordings(
     contexts, source = draw(4, 10), random.Random(0)
 
     def check(*names: str | None) -> None:
-        """The contexts by each of some adapters, in one step."""
+        """Check the rows of all contexts with each of some adapters, in one step."""
         queries = [
             (Query(one, adapters[name] if name else None), name)
             for name in names
@@ -348,7 +348,7 @@ def test_recordings_and_state_share_the_memory(operators: Operators) -> None:
 
 
 class Failing(Operators):
-    """Does not record what has so many rows or more."""
+    """A recorder that fails for steps with at least this many rows."""
 
     def __init__(self, rows: int, error: Exception) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ class Failing(Operators):
 
 
 def test_unrecordable_step_is_computed_without_recording() -> None:
-    """The driver refuses one: no step is recorded any more, which is said once."""
+    """After the driver rejects one step, no step is recorded, and this is logged once."""
     with recorded_steps(Failing(4, RuntimeError("operation not permitted"))) as recorder:
         steps = Steps(static(LLAMA), recorder)
         with capture_logs() as events:
@@ -376,7 +376,7 @@ def test_unrecordable_step_is_computed_without_recording() -> None:
 
 
 def test_step_without_memory_for_recording_is_computed() -> None:
-    """Smaller ones are recorded."""
+    """Smaller steps are still recorded."""
     with recorded_steps(Failing(4, torch.OutOfMemoryError("out of memory"))) as recorder:
         steps = Steps(static(LLAMA), recorder)
         assert steps.replayed(6) == 0

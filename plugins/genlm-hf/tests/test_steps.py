@@ -37,7 +37,7 @@ def test_a_hybrid_model_computes_long_contexts_in_chunks_too() -> None:
 
 
 def finish(model: Any, *contexts: Sequence[int]) -> list[set[tuple[int, ...]]]:
-    """What each step answers, until all contexts are."""
+    """The contexts that each step answers, until all are answered."""
     left, answered = {tuple(one) for one in contexts}, [model.step(*contexts)]
     while left - set().union(*answered):
         assert len(answered) < 100, "a request is passed over for ever"
@@ -178,7 +178,7 @@ def test_each_prompt_gets_its_own_step_if_state_cannot_be_continued() -> None:
 
 
 def test_contexts_in_snapshots_are_not_computed_from_one_another() -> None:
-    """So each of those that begin alike takes all of its tokens of a step."""
+    """So each context with a common prefix counts with all of its tokens."""
     model = proven(MAMBA, max_batch_tokens=CHUNK)
     (prompt,) = draw(1, CHUNK - 12)
     one, other = (*prompt, 1), (*prompt, 2)
@@ -195,7 +195,7 @@ def test_stepwise_sequences_count_whole_behind_their_prefix() -> None:
 
 
 def test_request_dropped_beside_a_cold_context_is_not_answered(chunked: Any) -> None:
-    """The core does so where a wrapper failed in between."""
+    """The core does this if a wrapper has failed in between."""
     (prompt,) = draw(1, 3 * CHUNK)
     assert chunked.step(prompt) == set()
     cold = Query((1, 2, 3), cold=True)

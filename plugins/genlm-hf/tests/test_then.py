@@ -1,4 +1,4 @@
-"""Programs that compute where the rows are give the particles of those that ask for rows."""
+"""Programs with ``then`` give the same particles as programs that request rows."""
 
 from __future__ import annotations
 

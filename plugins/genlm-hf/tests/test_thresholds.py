@@ -86,7 +86,7 @@ def test_rows_and_scores_on_both_sides_of_a_threshold(family: str) -> None:
 
 @pytest.fixture
 def wrong_beyond_100() -> Any:
-    """A model whose rows are others, wherever it goes on from state beyond 100 tokens."""
+    """A model whose rows change if they are computed from state beyond 100 tokens."""
     model = unproven(configs.LlamaConfig(**SHAPE))
 
     def disturb(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:

@@ -37,7 +37,8 @@ def byte_level() -> Any:
 
 
 def sentencepiece_of_transformers_4() -> Any:
-    """A Llama's, whose normalizer writes the spaces where transformers 5 has a pre-tokenizer."""
+    """A Llama tokenizer whose normalizer writes the spaces, for which transformers 5 has a
+    pre-tokenizer."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "x", "▁x"]
     model = models.BPE(
         {token: at for at, token in enumerate(tokens)}, [("▁", "x")], unk_token="<unk>",
@@ -62,7 +63,7 @@ def write(folder: Path, made: Any, kind: str, **settings: Any) -> Path:
 
 
 def followed(folder: Path) -> tuple[Any, list[Any]]:
-    """The tokenizer of a folder, and what the log says of it."""
+    """The tokenizer of a folder, and the log events about it."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with structlog.testing.capture_logs() as events:
         follow_file(tokenizer, str(folder))

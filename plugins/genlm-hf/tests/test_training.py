@@ -1,4 +1,4 @@
-"""Models that somebody trains while they are served."""
+"""Models that the user trains while they are served."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GEMMA2 = configs.Gemma2Config(**SHAPE, head_dim=8, attention_dropout=0.5)
 
 
 def loss(model: Any) -> torch.Tensor:
-    """That of a batch with padding; dropout draws the same each time."""
+    """The loss of a batch with padding. Dropout is the same each time."""
     torch.manual_seed(0)
     ids = torch.tensor(draw(2, 20), device=DEVICE)
     mask = torch.ones_like(ids)

@@ -1,4 +1,4 @@
-"""What a stranger's model folder may do: none of its code runs."""
+"""No code of an untrusted model folder runs."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where proofs are remembered."""
+    """The folder in which verified models are remembered."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -84,7 +84,7 @@ def logged() -> Iterator[list[Any]]:
 
 @frozen(eq=False)
 class Other:
-    """An engine that computes a folder with other settings than its own."""
+    """An engine that computes a folder with changed settings."""
 
     model: Any
     max_context: int | None = None

@@ -119,7 +119,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Callable[[Any], str]:
-    """Makes a random model of a configuration; its folder."""
+    """Makes a random model of a configuration, and returns its folder."""
     return lambda config: str(make_model(config, tmp_path))
 
 
@@ -127,7 +127,7 @@ def saved(tmp_path: Path) -> Callable[[Any], str]:
 def lora_folders(
     folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
-    """PEFT adapters of the tiny llama, of unlike ranks and layers."""
+    """PEFT adapters of the tiny llama, with different ranks and layers."""
     settings = {
         "a": {"r": 2, "target_modules": ["q_proj", "v_proj"]},
         "b": {"r": 4, "target_modules": ["o_proj", "gate_proj"]},

@@ -32,8 +32,8 @@ LONGROPE = {
 
 @contextmanager
 def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
-    """The longest context of a model in mlx-lm, and its rows: cold ones, unless what is kept gives
-    others."""
+    """The longest context of a model in mlx-lm, and a function for its rows. These are cold rows,
+    checked against rows from kept state."""
     engine = loading.load(str(folder), {})
 
     def row_of(context: tuple[int, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""No sound model is refused by the proof; collected only when it is named."""
+"""Verification rejects no correct model. These tests are collected only if the file is named."""
 
 from __future__ import annotations
 

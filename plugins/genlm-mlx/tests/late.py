@@ -39,6 +39,6 @@ last = Last()
 
 
 def ended(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What became of such a program."""
+    """The outcome of such a program."""
     command = [sys.executable, "-c", BEGIN + program + END, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -85,7 +85,7 @@ def test_beginnings_of_a_text_cost_its_tokens(folders: Folders, family: str) -> 
 def test_a_prompt_shorter_than_a_window_is_not_computed_again(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The window of those that went on from it has wrapped: they cannot be trimmed."""
+    """The windows of its continuations have wrapped, so these cannot be trimmed back to it."""
     monkeypatch.setattr("genlm.mlx.blocks.MIN_SHARED_TOKENS", 4)
     tried, (prompt,) = Tried(folders("gemma3"), Blocks), keys_of(1, 10)
     known = [(*prompt, token) for token in range(4)]
@@ -105,7 +105,7 @@ def test_fork_of_a_known_context_computes_the_prefix_once_more(folders: Folders)
 @pytest.mark.parametrize("count", [6, 24])
 @pytest.mark.parametrize("family", ["gemma3", "mamba", "lfm2", "falcon_h1"])
 def test_the_places_of_drafts_cost_the_drafts(folders: Folders, family: str, count: int) -> None:
-    """Each particle goes on from another place of its draft, of which no state is kept."""
+    """Each particle continues from another position of its draft, whose state is not kept."""
     tried = Tried(folders(family), Blocks, None, family != "mamba")
     particles = keys_of(count, 20)
     tried.compute(particles)
@@ -234,7 +234,8 @@ def test_a_fork_evicts_no_block_that_it_needs(folders: Folders) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba", "lfm2"])
 def test_prompt_that_contexts_start_from_is_not_evicted(folders: Folders, family: str) -> None:
-    """A prompt before many contexts, asked one by one; few of them find room."""
+    """Many contexts share a prompt and are requested one by one; only few of them fit into
+    memory."""
     (prompt,) = keys_of(1, 60)
     tails = keys_of(12, 20)
     sized = Tried(folders(family), Blocks)

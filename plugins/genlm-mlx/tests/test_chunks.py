@@ -53,7 +53,7 @@ def test_dropped_long_prompt_is_not_answered(folders: Folders) -> None:
 
 
 def test_contexts_behind_one_long_prompt_wait_for_it_once(folders: Folders) -> None:
-    """The oldest computes what they share; then all are near."""
+    """The oldest context computes the shared prefix. After that, all need few tokens."""
     engine = load(str(folders("llama")), {"prefill_step_size": CHUNK})
     prompt = tokens_of(6 * CHUNK, 0)
     queries = [Query((*prompt, i)) for i in range(20)]

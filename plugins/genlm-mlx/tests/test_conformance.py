@@ -33,7 +33,7 @@ class TestLlama(ConformanceSuite):
 
 @contextmanager
 def failing_block(model: Any, times: int) -> Iterator[None]:
-    """The next evaluations of a model fail between its blocks."""
+    """Inside the block, evaluations of a model fail between its blocks."""
     block = model.layers[len(model.layers) // 2]
     kind, left = type(block), iter(range(times))
 

@@ -1,5 +1,5 @@
-"""A process ends cleanly, whether its models were closed or not: MLX's streams are gone before
-their thread is, however late that ends."""
+"""A process ends cleanly, whether its models were closed or not: MLX's streams are cleared before
+their thread ends, however late that is."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def cold_rows_of(engine: Any, contexts: list[list[int]]) -> torch.Tensor:
 def test_scores_behind_the_shorter_sequence_of_a_batch(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First two logits, then the others."""
+    """First two rows are read, then the others."""
     monkeypatch.setattr("genlm.mlx.runner.FIRST_READ_ROWS", 2)
     engine = load(str(folders("gemma3")), {})
     engine.store = Blocks(engine._runner, None)
@@ -50,7 +50,7 @@ def test_scores_behind_the_shorter_sequence_of_a_batch(
 def test_the_probe_feeds_unequal_sequences_more_than_once(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recurrent cache that is wrong only where some sequences have ended and others go on."""
+    """A recurrent cache is wrong only if some sequences have ended while others continue."""
     prepare = ArraysCache.prepare
 
     def prepared(cache: ArraysCache, lengths: Any = None, **padding: Any) -> None:

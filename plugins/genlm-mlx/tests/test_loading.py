@@ -1,4 +1,4 @@
-"""What is found out, refused or warned of when a model loads."""
+"""Checks, rejections and warnings when a model is loaded."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_options_that_are_refused(options: dict[str, object], said: str) -> None
 
 @pytest.mark.parametrize("family", ["exaone", "olmo", "a family of tomorrow"])
 def test_model_that_mlx_lm_cannot_load_is_refused_by_name(tmp_path: Path, family: str) -> None:
-    """Settings that it misses; a module that ends the process; and a family that it has not."""
+    """The cases are missing settings, a module that ends the process, and an unknown family."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(EngineError, match=f"of family '{family}' .*; load it with backend='hf'"):

@@ -220,8 +220,8 @@ def test_falcon_h1(folders: Folders, tmp_path: Path) -> None:
 
 
 def test_nan_of_an_adapter_affects_no_later_row(folders: Folders, tmp_path: Path) -> None:
-    """Its numbers are finite and overflow. Others take the places of its sequences; and it is
-    answered, also in chunks of which none can be kept."""
+    """The adapter's weights are finite, but its rows overflow. Later sequences take the places of
+    its sequences. Its own requests are answered, even in chunks whose state cannot be kept."""
     path = peft_adapter(folders("llama"), tmp_path / "nan", target_modules=["k_proj", "v_proj"])
     change_weights(path, lambda name, one: (name, torch.full_like(one, 3e38)))
     engine = load(str(folders("llama")), {"prefill_step_size": 64})

@@ -1,5 +1,5 @@
-"""What a configuration says is computed as transformers computes it, or refused by name: cold rows
-on both sides of every threshold."""
+"""Every setting of a configuration is computed as in transformers, or rejected by name. Cold rows
+are compared on both sides of every threshold."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def made(name: str, arguments: dict[str, Any]) -> Any:
 def test_rows_and_scores_are_those_of_transformers(
     case: str, saved: Saved, folders: Folders
 ) -> None:
-    """The scores are those of one continuation across every threshold."""
+    """The scored continuation crosses every threshold."""
     folder = str(folders(case)) if case in CONFIGS else saved(made(*RIGHT[case]))
     engine = load(folder, {})
     reference = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -297,7 +297,7 @@ def test_experts_in_bfloat16(saved: Saved) -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_a_rotary_embedding_that_stretches_takes_more(saved: Saved, kind: str) -> None:
-    """As many times more as its configuration says, with right rows."""
+    """The longest context is multiplied by the configuration's factor, with right rows."""
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
     original = {"original_max_position_embeddings": 20} if kind == "yarn" else {}
     folder = saved(made("Llama", {**SHAPE, "max_position_embeddings": 20,

@@ -186,7 +186,7 @@ def test_rows_are_right_and_bytes_bounded_under_any_budget(folders: Folders, kin
 def test_a_full_table_keeps_its_size_while_batches_differ_a_little(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To make it smaller or larger takes a copy of all of it."""
+    """Resizing the table copies all of it."""
     resized: list[int] = []
     resize = Table._resize
 
@@ -222,7 +222,7 @@ def test_waiting_contexts_evict_no_other_context(
 
 
 def test_some_contexts_of_many_go_on(shared: Tried) -> None:
-    """Also those that lie far apart in the table."""
+    """The extended contexts may lie far apart in the table."""
     keys = keys_of(20, 20)
     shared.ask(*keys)
     for few in (keys[3:9:2], [keys[1], keys[18]], keys[::-2]):

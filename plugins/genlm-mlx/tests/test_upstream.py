@@ -1,5 +1,5 @@
-"""Where mlx-lm 0.32 and MLX 0.32 go wrong on their own. When upstream fixes one, its test fails:
-remove the workaround."""
+"""Errors of mlx-lm 0.32 and MLX 0.32 themselves. When upstream corrects one, its test fails, and
+the workaround can be removed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_gpt2_of_mlx_lm_needs_a_setting_absent_in_transformers_5(folders: Folder
 def test_rotating_caches_padded_on_the_left_are_masked_wrongly_after_a_single_token(
     folders: Folders,
 ) -> None:
-    """What ``Block.settle`` avoids: sequences of 3 and 15 tokens, then one token each, then
+    """``Block.settle`` avoids this case: sequences of 3 and 15 tokens, then one token each, then
     several."""
     model = by_mlx_lm(folders("gemma3"))
     rng = random.Random(0)

@@ -1,4 +1,4 @@
-"""A model whose forward passes are seen, and what keeps its state."""
+"""A model that records its forward passes, together with its store."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ def keys_of(n: int, length: int, seed: int = 0) -> list[Key]:
 
 
 def by_mlx_lm(folder: Path) -> Any:
-    """The model of a folder as mlx-lm alone has it, with rotary settings that it sees."""
+    """The model of a folder as mlx-lm alone loads it, with rotary settings in a form that mlx-lm
+    reads."""
     config = json.loads((folder / "config.json").read_text())
     return load_model(folder, model_config=amended(config))[0]
 
 
 @functools.cache
 def engine_of(folder: Path) -> MlxEngine:
-    """An engine that nobody changes, loaded once."""
+    """An engine that is loaded once, and that no test changes."""
     return load(str(folder), {})
 
 

@@ -49,7 +49,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def address(cluster: Any) -> str:
-    """Where other programs join that cluster."""
+    """The address at which other programs join that cluster."""
     found: str = cluster.get_runtime_context().gcs_address
     return found
 

@@ -16,7 +16,7 @@ def query(*token_ids: int, adapter: Adapter | None = None) -> Query:
 
 
 def choose(affinity: Affinity[str], loads: dict[str, int], *queries: Query) -> str:
-    """Where the first of them goes."""
+    """The member that the first query goes to."""
     first, *_ = affinity.choose(queries, loads.copy())
     return first
 
@@ -95,7 +95,7 @@ def test_extensions_of_the_empty_context_follow_no_replica() -> None:
 
 
 def test_a_token_more_adds_at_most_two_prefixes_at_any_length() -> None:
-    """A long context whose parent is known costs what a short one does."""
+    """A long context with a known parent costs as much as a short one."""
     for length in (100, 10_000):
         ids = tuple(range(length))
         parent, child = set(prefixes(query(*ids))), list(prefixes(query(*ids, 7)))

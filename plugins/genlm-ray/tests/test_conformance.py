@@ -1,4 +1,4 @@
-"""What every backend must do, over replicas of two backends."""
+"""The suite over replicas of two backends."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def printed(*command: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def single() -> list[str]:
-    """What one process prints."""
+    """The output of one process."""
     return printed(str(EXAMPLES / "smc.py"))
 
 

@@ -1,4 +1,4 @@
-"""Replicas that die, or refuse what they are given: who is to blame, and nothing else is lost."""
+"""Replicas that die, or reject requests: the right request is blamed, and nothing else is lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class TwoParts(PluginError):
 
 
 def bad_adapters() -> Callable[[Any], None]:
-    """For the mock's ``on_adapter``: one cannot be read, and one ends the process."""
+    """A function for the mock's ``on_adapter``: one adapter cannot be read, and another ends the
+    process."""
 
     def on_adapter(adapter: Any) -> None:
         if adapter.path == "broken":
@@ -122,7 +123,7 @@ def test_a_request_that_fails_in_the_engine_fails_alone_and_kills_nothing(lm: As
 
 
 def test_an_adapter_that_kills_replicas_is_refused(lm: AsyncLM) -> None:
-    """And never given to another one."""
+    """It is never given to a further replica."""
     before = replicas(lm)
     with pytest.raises(EngineError, match="3 replicas died, one after the other"):
         lm.add_new_lora("kills", "a")
@@ -141,7 +142,7 @@ def test_an_error_that_does_not_unpickle_is_an_error(lm: AsyncLM) -> None:
 
 def test_a_cancelled_draw_is_cancelled_in_the_replica(lm: AsyncLM, cluster: Any) -> None:
     def count(what: str) -> int:
-        """What the replicas' models have counted; one that loads has counted nothing."""
+        """The counters of the replicas' models; a loading one has counted nothing."""
 
         def counted(replica: Any) -> int:
             return getattr(replica.lm.stats, what) if hasattr(replica, "lm") else 0
@@ -166,7 +167,8 @@ def test_a_cancelled_draw_is_cancelled_in_the_replica(lm: AsyncLM, cluster: Any)
 def test_a_replica_whose_engine_dies_is_replaced_with_its_adapters(
     fleet: Callable[..., AsyncLM], tmp_path: Path
 ) -> None:
-    """And what it was asked is answered. It ends by itself: other programs may use it."""
+    """Its requests are answered. The replica ends its own process, since other programs may use
+    it."""
     flag = str(tmp_path / "flag")
 
     def dies_once(query: Any) -> bool:

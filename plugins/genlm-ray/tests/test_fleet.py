@@ -63,8 +63,8 @@ def test_free_replica_takes_over_waiting_requests() -> None:
 
 
 def test_a_request_is_asked_again_while_an_equal_one_is_in_flight() -> None:
-    """It was dropped as it was answered, so its next caller had that answer; and then came another
-    caller."""
+    """The first request was dropped while it was answered, so its next caller got that answer. Then
+    another caller made an equal request."""
     fleet, (line,) = started(1)
     for new_requests, dropped in ([Query((1,))], []), ([], [Query((1,))]), ([Query((1,))], []):
         fleet.step(new_requests, dropped)
@@ -93,7 +93,7 @@ def test_contexts_that_grow_together_stay_where_they_are_in_any_order() -> None:
 
 
 def test_a_fleet_that_was_ended_is_dead() -> None:
-    """And starts none of its replicas again, also not one that was starting."""
+    """It restarts none of its replicas, not even one that was starting."""
     fleet, (line, starting) = started(2)
     fleet.take(starting.next("beat"), Gone("it died"))
     with pytest.raises(EngineDeadError, match="the fleet has been ended; load the model again"):
@@ -157,7 +157,7 @@ def test_endless_failed_restarts_do_not_end_the_fleet() -> None:
 
 
 def test_replica_that_finally_loads_is_not_lost() -> None:
-    """However often: only refusals one after the other count."""
+    """The number of failed loads does not matter, because only consecutive ones count."""
     fleet, (line,) = started(1)
     now = 0.0
 
@@ -197,7 +197,7 @@ def test_some_replicas_are_kept_free_of_suspects(replicas: int, trying: int) -> 
 
 
 def test_suspects_avoid_replicas_where_another_program_tries_its_own() -> None:
-    """They would be refused there, come back, and move again, for ever."""
+    """They would be rejected there, come back, and move again, for ever."""
     placing = Placing()
     refusing, *answering = (Member(index, line=None, state=State.READY) for index in range(3))
     for member in (refusing, *answering):
@@ -253,7 +253,7 @@ def test_restarted_replica_is_not_preferred_for_its_former_contexts() -> None:
 
 
 def applied(lines: list[Line], fleet: Fleet) -> list[str]:
-    """Let all replicas do what the log says; the methods that were called."""
+    """Let all replicas follow the log, and return the called methods."""
     called = []
     while True:
         due = [(line, call) for line in lines for call in line.calls if call.entry is not None]

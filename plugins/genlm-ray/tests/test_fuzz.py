@@ -1,7 +1,7 @@
 """Kills in every state of a fleet on real Ray, while two programs ask and change its state.
 
-What is asked is answered as the mock answers it, bit for bit, and no change of state is refused.
-``GENLM_FUZZ_SEED`` repeats a run; ``nox -s "costly(ray)"`` kills for an hour.
+Every request gets the mock's answer, bit for bit, and no change of state fails. ``GENLM_FUZZ_SEED``
+repeats a run; ``nox -s "costly(ray)"`` kills for an hour.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Slow:
 
 @define(eq=False, kw_only=True)
 class OnAFleet(Program):
-    """Its state changes often, and rows are those of the mock."""
+    """A user of a fleet, whose state changes often, and whose rows are those of the mock."""
 
     vocab_size: int
 
@@ -59,7 +59,7 @@ class OnAFleet(Program):
 
 @define
 class Campaign:
-    """Rounds of what programs do, in each of which replicas are killed."""
+    """Rounds of random programs, in each of which replicas are killed."""
 
     cluster: Any
     parent: int  # the process that starts the replicas' processes
@@ -88,7 +88,7 @@ class Campaign:
         self.await_all()
 
     def kill(self) -> None:
-        """One replica, or all at once; perhaps again, as soon as there is one."""
+        """Kill one replica or all at once, perhaps again as soon as one has restarted."""
         for _ in range(self.source.randint(1, 2)):
             time.sleep(self.source.choice([0.0, 0.01, 0.05, 0.2, 2.0]))
             there = self.processes()
@@ -98,7 +98,7 @@ class Campaign:
                     os.kill(pid, signal.SIGKILL)
 
     def processes(self) -> list[int]:
-        """Those of all replicas, also of those that load."""
+        """The processes of all replicas, including loading ones."""
         found = []
         for pid in Path(f"/proc/{self.parent}/task/{self.parent}/children").read_text().split():
             with contextlib.suppress(OSError):
@@ -107,8 +107,8 @@ class Campaign:
         return sorted(found)
 
     def await_all(self) -> None:
-        """Until every replica has loaded its model: one that is killed whenever it loads is given
-        up."""
+        """Wait until every replica has loaded its model, because a replica that is killed whenever
+        it loads is given up."""
         for index in range(len(self.replicas)):
             deadline = time.monotonic() + PATIENCE
             while True:

@@ -19,7 +19,7 @@ OPTIONS = {"backend": "mock", "replicas": 1, "start_timeout": PATIENCE}
 
 @pytest.fixture(scope="module")
 def group(cluster: Any) -> Iterator[Any]:
-    """Two bundles of all cores: outside of it is no room."""
+    """A placement group of two bundles with all cores, so that there is no room outside it."""
     every = int(cluster.cluster_resources()["CPU"])
     made = placement_group([{"CPU": every - 1}, {"CPU": 1}])
     cluster.get(made.ready(), timeout=PATIENCE)

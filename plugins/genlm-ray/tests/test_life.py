@@ -1,4 +1,5 @@
-"""From start to end: whose cluster it is, who shares a fleet, and what is left behind."""
+"""The life of a fleet: which cluster it uses, which programs share it, and what it leaves
+behind."""
 
 from __future__ import annotations
 
@@ -121,7 +122,8 @@ asyncio.run(main())
 def test_killed_program_leaves_nothing_in_a_shared_fleet(
     fleet: Fleet, cluster: Any, address: str
 ) -> None:
-    """Neither its adapter nor its draw: until that ends, an engine takes no new adapter."""
+    """Neither its adapter nor its sample remains; until the sample ends, an engine accepts no new
+    adapter."""
     lm = fleet(replicas=1, name="shared", backend_opts={"continuous": True, "steps": 1})
     (actor,) = lm.underlying_model
     lm.add_new_lora("another-adapter", "mine")

@@ -1,5 +1,5 @@
-"""The fleet without Ray: replicas that die, hang and answer late, as a test on a clock of its own
-says, for two programs that share them."""
+"""The fleet without Ray: two programs share replicas that die, hang and answer late, on a clock of
+the test."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Asked:
 
 @define(eq=False)
 class Process:
-    """A replica's process: the programs that it knows, and the calls that it is at work on."""
+    """A replica's process: the programs that it knows, and its current calls."""
 
     alive: bool = True
     hangs: bool = False
@@ -65,7 +65,7 @@ class Process:
 
 
 class World:
-    """All processes, and what is on its way back from them."""
+    """All processes, and the messages on their way back from them."""
 
     def __init__(self, replicas: int) -> None:
         self.now = 0.0
@@ -156,7 +156,8 @@ class World:
                 self.reply(process, asked, None if known else Gone("unknown", computing=False))
 
     def deliver(self, index: int) -> None:
-        """In any order, but that of a death comes after what the replica said before it."""
+        """Messages are delivered in any order, but a death comes after the replica's earlier
+        messages."""
         asked, outcome = self.arriving[index]
         if isinstance(outcome, Gone):
             members = [(each.program, each.call.member.index) for each, _ in self.arriving]
@@ -185,7 +186,7 @@ class Line:
         self.process = self.world.processes[self.index]
 
     def give_up(self, process: Process) -> None:
-        """It hangs. A program ends its own replicas only."""
+        """Give up a hanging replica. A program ends only its own replicas."""
         self.program.suspect(each.call for each in process.asked if each.program is self.program)
         if not self.shared:
             self.world.die(process)
@@ -202,7 +203,7 @@ class Line:
 
 
 class Program:
-    """One program: what it has asked, and what must become of it."""
+    """One program: its requests, and their expected outcomes."""
 
     def __init__(self, name: str, world: World, *, shared: bool) -> None:
         self.name, self.world = name, world
@@ -249,11 +250,12 @@ class Program:
             self.deaths[wanted[0]] += 1
 
     def may_blame(self, suspect: Entry | Request) -> bool:
-        """What was there whenever a replica died cannot be told from what kills it."""
+        """An entry that was present whenever a replica died cannot be told from one that kills
+        it."""
         return self.deaths[suspect] >= MAX_DEATHS
 
     def may_lack(self, entry: Entry) -> bool:
-        """Whether a replica that starts again may do without it."""
+        """Whether a restarted replica may lack the entry."""
         return entry.apply[-1] in self.world.gone_paths or self.may_blame(entry)
 
     def step(self, new_requests: list[Request], dropped: list[Request]) -> None:
@@ -277,7 +279,7 @@ class Program:
             self.pins.append(entry)
 
     def check_state(self) -> None:
-        """Every replica has what was added, less what was lost."""
+        """Check that every replica has all entries that were added and not lost."""
         added = [*self.adapters.values(), *self.pins]
         lost = {entry.version for entry in self.adapters.values() if self.may_lack(entry)}
         kept = [each for each in added if each.version not in lost and not self.may_lack(each)]
@@ -405,7 +407,8 @@ class Machine(RuleBasedStateMachine):
     # --- what goes wrong --------------------------------------------------------------------------
 
     def may_kill(self, process: Process) -> bool:
-        """Not a replica whenever it starts: that is one that cannot start."""
+        """A replica is not killed at every start, because that would be a replica that cannot
+        start."""
         members = [member for program in self.programs for member in program.fleet.members]
         return process.alive and not any(member.failures for member in members)
 

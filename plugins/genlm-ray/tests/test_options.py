@@ -1,4 +1,4 @@
-"""What a user may ask for, and what is said of the rest."""
+"""The options of a fleet, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_resources_that_the_cluster_lacks_are_named(fleet: Any) -> None:
 def test_folders_are_found_from_where_the_program_is(
     fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not from where the cluster was started."""
+    """Paths are not relative to where the cluster was started."""
     write_tokenizer(tmp_path / "words", "<end>")
     monkeypatch.chdir(tmp_path)
     lm = fleet("words", replicas=1)

@@ -132,7 +132,7 @@ def test_only_one_program_tries_suspects_at_a_time() -> None:
 
 
 class Fleet:
-    """Does at once what it is asked, and says how that ended."""
+    """A fleet that carries out each order at once, and reports the given outcome."""
 
     def __init__(self, error: Exception | None) -> None:
         self.asked: list[Any] = []
@@ -167,7 +167,7 @@ def test_change_of_state_raises_the_fleets_error(
 
 
 class Model:
-    """Notes what is done to it, and answers nothing until it is let."""
+    """A model that records its calls, and answers only when it is allowed to."""
 
     def __init__(self) -> None:
         self.done: list[tuple[Any, ...]] = []
@@ -338,7 +338,7 @@ def test_requests_end_only_with_their_own_session() -> None:
 def test_a_replica_that_does_not_answer_is_ended_by_the_program_that_made_it(
     monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
-    """Others may use one that was joined: it may be at work."""
+    """A joined replica may be busy with other programs' requests."""
 
     def find(name: str, namespace: str) -> object:
         if not there:
@@ -360,7 +360,7 @@ def test_a_replica_that_does_not_answer_is_ended_by_the_program_that_made_it(
 
 @pytest.fixture
 def connection(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A stand-in for Ray's: empty, or where it leads."""
+    """A stand-in for Ray's connection: empty, or the address to which it leads."""
     leads: list[str] = []
     monkeypatch.setattr(Cluster, "_users", set())
     monkeypatch.setattr("genlm.ray.cluster.connect", lambda ray, address: leads.append(address))

@@ -35,7 +35,8 @@ def gathered(*asked: Any) -> list[Any]:
 
 
 def here(function: Callable[..., Any]) -> together[Any]:
-    """Marks a function of this module, which replicas cannot import: it travels with its code."""
+    """Marks a function of this module, which replicas cannot import, so that it is sent with its
+    code."""
     function.__module__ = "__main__"
     return together(function)
 
@@ -172,7 +173,7 @@ def test_a_function_that_kills_its_replica_fails_its_caller_alone(fleet: Fleet) 
 
 
 def test_a_function_that_does_not_return_fails_its_callers_alone(fleet: Fleet) -> None:
-    """Its replica is replaced, and rows and other functions that wait behind it are answered."""
+    """The replica is replaced, and rows and other functions that waited behind it are answered."""
     lm = fleet(function_timeout=2.0)
     before = [handle._actor_id for handle in lm.underlying_model]
 

@@ -1,4 +1,4 @@
-"""What travels between the program and a replica."""
+"""The messages between the program and a replica."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from genlm.ray.wire import Gone, portable, received, sent
 
 
 def test_received_tensors_share_the_memory_of_the_message() -> None:
-    """Which is not to be written into, as NumPy says and PyTorch warns; the core only reads it."""
+    """This memory is read-only: NumPy marks it, and PyTorch would warn. The core only reads it."""
     results = [torch.arange(5.0), ValueError("no"), torch.arange(3.0), [7, 8], torch.arange(5.0)]
     plain, joined, *rest = sent(results)
     assert joined is not None
@@ -75,7 +75,7 @@ def test_an_error_that_does_not_unpickle_arrives_as_its_text() -> None:
 def test_a_class_of_the_models_own_code_travels_with_its_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Such as its tokenizer's, which the program cannot import."""
+    """For example the tokenizer's class, which the program cannot import."""
     module = ModuleType(f"{OWN_CODE}.house.tokenization")
     exec("SIZE = 3\nclass House:\n    def __len__(self):\n        return SIZE", vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)

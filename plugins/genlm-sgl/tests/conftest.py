@@ -41,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_without_padding(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The same with rows as wide as its vocabulary."""
+    """The same folder, with rows as wide as its vocabulary."""
     return save_tiny(str(tmp_path_factory.mktemp("unpadded")), TOKENS)
 
 

@@ -1,4 +1,4 @@
-"""The families that SGLang serves, and their small models in it."""
+"""The families that SGLang serves, and their small models in SGLang."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def served() -> set[str]:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
-    """The longest context of a model in SGLang, and its rows."""
+    """The longest context of a model in SGLang, and a function for its rows."""
     engine = load(str(folder), {"engine_opts": {"max_total_tokens": 512}})
     try:
         yield engine.max_context, lambda context: engine.evaluate_alone(Query(context, cold=True))

@@ -29,8 +29,8 @@ def alone(query, keys, values):
 @given(batch=st.lists(REQUESTS, min_size=1, max_size=12), seed=st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
 def test_groups_are_requests_alone(most, batch, seed):
-    """Requests of any length before their new tokens, with any places in the pool, where what is
-    not theirs is not a number."""
+    """Requests have any length before their new tokens, and any places in the pool. All other
+    places of the pool are NaN."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MAX_GROUP_POSITIONS", most)
         source = torch.Generator().manual_seed(seed)

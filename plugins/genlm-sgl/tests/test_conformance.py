@@ -1,6 +1,6 @@
-"""What every backend must do, on the real engine: a tiny model with adapters; what concerns state,
-without adapters, of which SGLang gives scores itself, though its rows are wider than the
-vocabulary; the rows of a small real one."""
+"""The suite on the real engine: all clauses on a tiny model with adapters; the clauses on state on
+one without adapters, for which SGLang scores itself although its rows are wider than the
+vocabulary; and the rows of a small real model."""
 
 from __future__ import annotations
 

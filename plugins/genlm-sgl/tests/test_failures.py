@@ -1,4 +1,5 @@
-"""What fails fails alone and says why; the next request succeeds, and nobody is signalled."""
+"""A failing request fails alone, with its reason; the next one succeeds, and no process gets a
+signal."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def cold(hooks):
 
 
 def test_too_long_a_prompt_fails_alone(hooks, contexts, reference):
-    """SGLang runs something else in its place: that row must not be taken for an answer."""
+    """SGLang runs another request in its place, whose row must not be taken for an answer."""
     (long,) = contexts(1, hooks.max_context + 1, hooks.max_context + 1)
     (short,) = contexts(1, 10, 10)
     refused, row = hooks.ask(Query(long), Query(short))

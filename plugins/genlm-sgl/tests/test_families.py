@@ -1,4 +1,5 @@
-"""What a configuration says is computed as transformers does; costly_sweep.py tries all of it."""
+"""Every setting of a configuration is computed as in transformers; costly_sweep.py tries all of
+them."""
 
 from __future__ import annotations
 
@@ -96,8 +97,8 @@ def test_the_activation_of_experts_is_compared_too() -> None:
 
 
 def test_latent_attention_is_refused_by_name(tmp_path: Path) -> None:
-    """Its keys happen to be as wide as what SGLang keeps of them. Early releases ask the platform
-    for a pool of them, and say no word if it has none."""
+    """The keys happen to be as wide as what SGLang keeps of them. Early releases ask the platform
+    for a pool of them, and give no error if it has none."""
     (found,) = SWEEP.of("glm4_moe_lite", tmp_path)
     assert found.outcome == "refused"
     silent = r"\(glm4_moe_lite\) here: NotImplementedError: raised in .*mla_kv_pool_cls; .*load it"

@@ -178,7 +178,7 @@ def test_a_seed_of_the_engine_fixes_unseeded_draws(tiny):
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(tiny, tmp_path):
-    """SGLang would serve what was in memory before."""
+    """SGLang would serve uninitialised memory."""
     folder = shutil.copytree(tiny, tmp_path / "model")
     file = folder / "model.safetensors"
     weights = {name: one for name, one in load_file(file).items() if "1.mlp.up_proj" not in name}
@@ -311,7 +311,7 @@ def test_overrides_give_the_rows_of_a_changed_config_json(given, meant, tmp_path
 
 
 class Named(torch.nn.Module):
-    """As SGLang's models load weights: what is not there stays as it is."""
+    """A model that loads weights as SGLang's do: missing weights stay unchanged."""
 
     def __init__(self):
         super().__init__()
@@ -361,7 +361,7 @@ def test_weights_must_be_in_the_checkpoint(weights, lacks, zeros, tiny, monkeypa
 
 
 def test_settings_of_a_multimodal_model_are_applied(tmp_path: Path, monkeypatch) -> None:
-    """What SGLang asks its language model's for, beside what a user changes there."""
+    """The settings that SGLang reads from the language model's, and the user's changes of these."""
     from transformers import Qwen2_5_VLConfig
 
     asked = []

@@ -127,7 +127,8 @@ def test_removing_an_adapter_unpins_its_prefixes(hooks, folders, contexts):
 )
 @pytest.mark.parametrize("name", UPSTREAM)
 def test_upstream_applies_the_adapter_correctly(hooks, upstream, name):
-    """Not ours, and expected to fail: when one passes, what we do for it can go."""
+    """A test of SGLang itself that is expected to fail. When a case passes, the plugin's workaround
+    for it can be removed."""
     path, right, base = upstream[name]
     adapter = Adapter(name, path, version=100 + list(UPSTREAM).index(name))
     scheduler = hooks.scheduler

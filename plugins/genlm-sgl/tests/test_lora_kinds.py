@@ -1,4 +1,5 @@
-"""Every kind of adapter that PEFT saves is right, or refused; ``docs/adapters.md`` says which."""
+"""Every kind of adapter that PEFT saves is applied correctly or rejected, as ``docs/adapters.md``
+says."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_padding_has_no_mass_in_rows_draws_and_scores(padded, contexts, referenc
 
 
 def test_draws_beside_rows(padded, contexts):
-    """Whose logits SGLang's sampler overwrites."""
+    """SGLang's sampler overwrites the logits of these rows."""
     (context,) = contexts(1, 10, 10)
     draws = [SampleRequest(Query(context), SamplingParams(max_tokens=200)) for _ in range(4)]
     row, *drawn = padded.ask(Query(context), *draws)
@@ -52,4 +52,4 @@ def test_scores_are_made_from_rows_if_padding_cannot_be_hidden(load_tiny, contex
 
 
 class Without(torch.nn.Module):
-    """A module without what is expected of a logits processor."""
+    """A module that lacks the attributes of a logits processor."""

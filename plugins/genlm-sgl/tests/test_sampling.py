@@ -1,5 +1,4 @@
-"""What SGLang draws itself is what the core would draw from its rows; what it cannot draw so, it
-leaves to the core."""
+"""SGLang's own samples follow the distribution of its rows. Other samples are left to the core."""
 
 from __future__ import annotations
 
@@ -162,7 +161,7 @@ def request(context, **params):
 
 
 def test_rows_and_draws_share_steps_and_the_rows_are_right(hooks, contexts):
-    """The sampler overwrites the logits of a batch with draws in it: not the rows."""
+    """The sampler overwrites the logits of a batch with samples, but the rows stay right."""
     asked = contexts(8, 10, 40)
     alone = [ask(hooks, context) for context in asked]
     hooks.genlm_clear_kv_cache()

@@ -39,8 +39,8 @@ def scored(hooks, asked):
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_scores_compute_the_context_once_and_the_scored_tokens(hooks, contexts, is_known):
-    """The context once; and the last token of it, which gives the first score, for each: also where
-    others have what is scored."""
+    """The context is computed once, and its last token, which gives the first score, for each
+    score. This also holds if other requests have the scored tokens."""
     (context,), ends = contexts(1, 50, 50), contexts(3, 30, 30, seed=1)
     if is_known:
         hooks.rows([context])

@@ -15,8 +15,8 @@ from .driven import MOST_ADAPTERS, SMALL, VOCABULARY, DrivenVllm
 
 @pytest.fixture(scope="session", autouse=True)
 def _offline():
-    """No test asks a network: models are local folders. And vLLM sends usage statistics where it is
-    not told not to."""
+    """No test uses the network: models are local folders, and vLLM's usage statistics are switched
+    off."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
@@ -85,7 +85,7 @@ def tiny_path(make_tiny, real_model):
 
 @pytest.fixture(scope="session")
 def padded_path(make_tiny, tiny_path):
-    """The same with more rows in its embeddings than its tokenizer has tokens."""
+    """The same folder, with more rows in its embeddings than its tokenizer has tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_path)

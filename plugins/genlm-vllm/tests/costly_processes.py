@@ -49,7 +49,7 @@ def check(lm: AsyncLM, expected: torch.Tensor) -> None:
 
 
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The blocks that this process will have workers copy: those of forks."""
+    """The blocks that this process will make workers copy for forks."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     usual, copied = Scheduler.schedule, []
@@ -64,7 +64,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def dies_clearly(lm: AsyncLM, victim: int) -> None:
-    """Kill one of its processes: whoever asks is told, and nothing hangs."""
+    """Kill one of the engine's processes: callers get an error, and nothing hangs."""
     os.kill(victim, signal.SIGKILL)
     for ids in ([1, 2], [3, 4]):
         with pytest.raises(EngineDeadError):
@@ -100,7 +100,7 @@ def test_an_engine_core_in_a_process_of_its_own(padded_path, expected, monkeypat
 
 
 def test_sessions_go_where_a_core_of_its_own_stands_still(tiny_path, monkeypatch):
-    """It says nothing then: the steps are those in which it was waited for."""
+    """The engine's process sends no messages then, so the steps are those of waiting for it."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     less_than_they_take = lambda groups, block_size: lambda length: 1  # noqa: E731
     monkeypatch.setattr("genlm.vllm.internals.footprint_of", less_than_they_take)

@@ -1,4 +1,4 @@
-"""Where vLLM goes wrong on its own."""
+"""Errors of vLLM itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ PROMPT = {"prompt_token_ids": list(range(3000, 3050))}
 def test_vllm_itself_mixes_base_and_lora_rightly_on_cpu(
     tiny_path, write_adapter, request, monkeypatch
 ):
-    """Not ours, and expected to fail before 0.33: where it passes, no spare slot is needed."""
+    """A test of vLLM itself that is expected to fail before 0.33. If it passes, no spare slot is
+    needed."""
     import vllm
     from vllm.lora.request import LoRARequest
 

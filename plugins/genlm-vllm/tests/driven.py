@@ -45,7 +45,7 @@ class DrivenVllm(Driven):
         hook.remove()
 
     def assert_cold_rows(self, rows: Mapping[Query, Any], atol: float = 5e-4) -> None:
-        """Rows against those that read no key/value state of others."""
+        """Compare rows with cold rows."""
         for query, row in rows.items():
             (cold,) = self.ask(Query(query.token_ids, query.adapter, cold=True))
             torch.testing.assert_close(row, cold, atol=atol, rtol=0)
@@ -66,15 +66,15 @@ class DrivenVllm(Driven):
 
 
 class _Program(Program):
-    """It binds an adapter only where there is room: to bind a name anew, the engine keeps one more
-    for a moment, and refuses that beyond ``max_cpu_loras``."""
+    """This program binds an adapter only if there is room. To rebind a name, the engine holds one
+    more adapter for a moment, and rejects that beyond ``max_cpu_loras``."""
 
     def adapter(self) -> tuple[str, str] | None:
         return super().adapter() if len(self.bound) < MOST_ADAPTERS else None
 
 
 def random_program(engine: Driven, source: random.Random, **options: Any) -> Program:
-    """A program on contexts of several blocks, beside draws that may preempt others."""
+    """A program with contexts of several blocks, beside samples that may preempt other requests."""
     return _Program(
         engine=engine,
         source=source,

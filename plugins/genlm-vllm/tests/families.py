@@ -1,4 +1,4 @@
-"""Small models of the families that vLLM serves, in it."""
+"""Small models in vLLM of the families that it serves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SIZES = {
 
 
 def loaded(folder: str, dtype: str) -> Any:
-    """A model in vLLM. What vLLM itself refuses is an error with its words."""
+    """A model in vLLM. If vLLM itself rejects it, the error has vLLM's message."""
     gc.freeze()  # freezes what closing the previous model has unfrozen
     try:
         with (
@@ -72,8 +72,8 @@ def loaded(folder: str, dtype: str) -> Any:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
-    """The longest context of a model in vLLM, and its rows. What vLLM has no kernels for is an
-    error with its words."""
+    """The longest context of a model in vLLM, and a function for its rows. If vLLM lacks a kernel,
+    the error has vLLM's message."""
     engine = loaded(str(folder), "float32")
 
     def row_of(context: tuple[int, ...]) -> Any:

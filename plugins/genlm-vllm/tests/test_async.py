@@ -1,7 +1,7 @@
-"""Asynchronous scheduling: vLLM plans a step while the one before runs.
+"""Asynchronous scheduling: vLLM plans a step while the previous one runs.
 
-vLLM turns it off on a CPU. Here it stays on, and CUDA's streams and events do nothing, as befits a
-CPU, where all is done in order. So everything but them is vLLM's own.
+vLLM turns it off on a CPU. Here it stays on, and CUDA's streams and events are replaced by ones
+that do nothing, because a CPU works in order. Everything else is vLLM's own.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def engine(load_for_module):
 
 
 def test_asynchronous_scheduling_is_on(engine):
-    """Else the step that takes a request would answer it."""
+    """Without asynchronous scheduling, the step that takes a request would answer it."""
     query = Query(TEXT[:5])
     assert engine.step(query) == {}
     assert list(engine.step()) == [query]
 
 
 def test_random_programs(engine):
-    """Their draws' next steps are always planned before a token is known."""
+    """The next step of each sample is always planned before its token is known."""
     random_program(engine, random.Random(2)).run(15)
 
 

@@ -42,7 +42,7 @@ ROWS = LOGITS.log_softmax(-1)
 
 
 def applied(processor, *context):
-    """The processor changes nothing, and these are its rows, by their keys."""
+    """Check that the processor changes nothing, and return its rows by key."""
     assert torch.equal(processor.apply(LOGITS.clone(), *context), LOGITS)
     return lambda *keys: torch.stack(processor.store.take(keys))
 

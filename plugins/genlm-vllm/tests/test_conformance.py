@@ -1,6 +1,5 @@
-"""What every backend must do, on a real vLLM: a tiny model with adapters; what concerns state,
-without them, on one with a real vocabulary, and without live sessions; the rows of a small real
-one."""
+"""The suite on a real vLLM: all clauses on a tiny model with adapters; the clauses on state without
+adapters, with a real vocabulary, and without live sessions; and the rows of a small real model."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ def test_a_cold_query_computes_everything(engine, length):
 
 
 def test_new_requests_join_at_the_next_step(engine):
-    """A long prompt takes several steps of 64 tokens; what is asked meanwhile does not wait for its
-    end."""
+    """A long prompt takes several steps of 64 tokens, and requests made meanwhile do not wait for
+    its end."""
     long, short = Query(text(0, 200)), Query(text(1, 5))
     assert engine.step(long) == {}
     seen, steps = list(engine.step(short)), 1
@@ -98,7 +98,7 @@ def test_prompts_that_are_computed_side_by_side_share_no_room(load_briefly, monk
 
 
 def test_sessions_are_released_if_vllm_stands_still(load_briefly, monkeypatch):
-    """Because they hold more of its cache than was counted."""
+    """They then hold more of the cache than was counted."""
     monkeypatch.setattr(internals, "footprint_of", lambda groups, block_size: lambda length: 1)
     engine = load_briefly()
     with capture_logs() as logs:
@@ -115,7 +115,7 @@ def test_the_shortest_contexts_that_vllm_can_have(load_briefly):
 
 
 def test_sessions_that_share_a_prompt_take_its_room_once(engine):
-    """Eight contexts of 170 tokens, whose prompt is 160, stay where the cache holds 864."""
+    """Eight contexts of 170 tokens, 160 of them a common prompt, fit into a cache of 864 tokens."""
     contexts = [(*text(0, 160), *text(seed, 10)) for seed in range(1, 9)]
     engine.ask(*map(Query, contexts))
     assert engine.computes(*((*ids, 5) for ids in contexts)) == [8]
@@ -172,8 +172,8 @@ def test_failed_pin_leaves_other_requests_right(engine):
 
 
 def test_after_a_failed_score_the_next_one_is_right(engine):
-    """vLLM enters blocks in its prefix cache before it computes them: those of a failed step must
-    not be found again."""
+    """vLLM enters blocks in its prefix cache before it computes them, so blocks of a failed step
+    must not be found again."""
     ids, drawn = text(0, 50), text(1, 20)
     with failing_forward(engine.model)(1), pytest.raises(RuntimeError, match="planted"):
         engine.score([Query(ids)], [drawn])
@@ -274,8 +274,8 @@ def test_draws_come_at_the_frequencies_of_the_row(engine, cut):
 
 @pytest.fixture(scope="module")
 def padded(load_for_module):
-    """More ids than the tokenizer has tokens, because it has none for some ids, and then padding
-    behind its last."""
+    """A model with more ids than the tokenizer has tokens: some ids have no token, and padding
+    follows the last one."""
     return DrivenVllm(load_for_module().engine, width=900)
 
 
@@ -329,8 +329,8 @@ def test_scores_over_several_steps_are_the_entries_of_rows(engine):
 
 
 def test_scores_read_no_state_that_vllm_leaves_out_of_them(engine):
-    """vLLM gives nothing for tokens whose key/value state it finds: here that of all of them, in a
-    full block and in a live request's."""
+    """vLLM returns nothing for tokens whose state it finds. Here it would find that of all tokens,
+    in a full block and in a live request."""
     ids, drawn = text(0, 10), text(1, 40)
     engine.ask(Query(ids + drawn))
     (warm,) = engine.score([Query(ids)], [drawn])
@@ -366,8 +366,8 @@ def assert_scores(engine, scores, asked):
 @pytest.mark.parametrize("length", [20, 32, 33, 90])
 @pytest.mark.parametrize("is_live", [False, True])
 def test_scores_compute_what_they_score(engine, length, is_live):
-    """The context once, whatever it is; and the last token of it, which gives the first score, for
-    each: also where others have what is scored."""
+    """The context is computed once, and its last token, which gives the first score, for each
+    score. This also holds if other requests have the scored tokens."""
     context = text(0, length)
     if is_live:
         engine.ask(Query(context))

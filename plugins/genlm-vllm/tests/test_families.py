@@ -1,4 +1,5 @@
-"""What a configuration says is computed as transformers does; costly_sweep.py tries all of it."""
+"""Every setting of a configuration is computed as in transformers; costly_sweep.py tries all of
+them."""
 
 from __future__ import annotations
 

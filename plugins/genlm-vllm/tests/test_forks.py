@@ -1,4 +1,4 @@
-"""Forks: what they compute, that their rows are the cold ones, and where they are off."""
+"""Forks: how many tokens they compute, that their rows equal cold ones, and when they are off."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_source_may_be_dropped_in_the_step_of_its_forks(engine):
 
 
 def test_preempted_forks_are_computed_again(engine):
-    """Eight draws that come to 150 tokens each where the cache holds six such: some give way and
-    come again, and meanwhile rows of the same parent are asked."""
+    """Eight samples grow to 150 tokens each, but the cache holds only six of them. So some are
+    preempted and resumed, while rows of the same parent are requested."""
     parent = text(0, 50)
     engine.ask(Query(parent))
     draws = [SampleRequest(Query((*parent, token)), GREEDY) for token in range(5, 13)]
@@ -104,7 +104,7 @@ def test_preempted_forks_are_computed_again(engine):
 
 
 def test_fork_uses_the_source_with_the_longest_common_prefix(engine):
-    """None is a beginning of another, which would go on with it."""
+    """No source is a prefix of another, which would continue it."""
     dice = random.Random(0)
     for _ in range(4):
         live = []
@@ -123,7 +123,7 @@ def test_fork_uses_the_source_with_the_longest_common_prefix(engine):
 
 
 def test_no_more_is_taken_over_than_vllm_allows(load_briefly, monkeypatch):
-    """As vLLM 0.33 may, where it wants something of all tokens of a prompt but the first ones."""
+    """vLLM 0.33 may limit this, if it must compute all tokens of a prompt but the first ones."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -146,7 +146,7 @@ def test_no_more_is_taken_over_than_vllm_allows(load_briefly, monkeypatch):
 
 @pytest.fixture
 def suited():
-    """What forks look at of a scheduler."""
+    """A stand-in for a scheduler, with the attributes that forks check."""
     names = ("_has_partial_local_hit", "_apply_cow", "req_to_blocks")
     blocks = SimpleNamespace(block_size=BLOCK, **dict.fromkeys(names))
     return SimpleNamespace(
@@ -176,8 +176,7 @@ def group(kind="FullAttentionSpec", **options):
 
 
 def reasons_against(scheduler) -> list[str]:
-    """What the log says where vLLM would take this scheduler; it is left as it is if there is
-    something."""
+    """The logged reasons against forks with this scheduler, which is unchanged if there are any."""
     config = SimpleNamespace(get_scheduler_cls=lambda: lambda vllm_config: scheduler)
     with capture_logs() as logs:
         forking_scheduler(SimpleNamespace(scheduler_config=config))

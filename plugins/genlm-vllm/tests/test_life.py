@@ -1,5 +1,5 @@
-"""Models that come and go in one process, and what is left of them, in a process of its own that
-lists what it holds; and what was there before them."""
+"""Models that are loaded and closed in one process, which lists what they leave behind; and what
+existed before them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ IDS = tuple(range(1000, 1050))
 
 
 def test_forks_take_nothing_over_from_another_adapter(lora_engine, add):
-    """In the first block, where no hash tells adapters apart."""
+    """This concerns the first block, in which no hash distinguishes adapters."""
     adapters = [None, add("a"), add("b")]
     for first in adapters:
         lora_engine.ask(Query(IDS[:10], first))
@@ -30,7 +30,7 @@ def test_a_rank_beyond_the_limit_fails_at_once(lora_engine, write_adapter):
 
 
 def test_an_adapter_of_a_fused_layer_is_refused_with_a_way(make_tiny, load_briefly, tmp_path):
-    """GLM-4 has the gate and the rest of an MLP in one layer, where vLLM takes none of it."""
+    """GLM-4 has the gate and the rest of an MLP in one layer, for which vLLM accepts no adapter."""
     folder = make_tiny("Glm4", head_dim=32)
     kind = Kind("fused", {"r": 4, "target_modules": ["gate_up_proj"]})
     adapter = Adapter("fused", make_adapter(kind, folder, tmp_path), 1)

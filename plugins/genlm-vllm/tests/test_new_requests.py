@@ -1,4 +1,4 @@
-"""What contexts of one step begin with alike is computed once, in a block too."""
+"""A prefix that contexts of one step share is computed once, even within a block."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def test_a_cold_prompt_is_computed_once(engine, small_path, length):
 
 
 def test_the_tokens_of_a_text_are_computed_once(engine):
-    """The longest goes first, whichever was asked first."""
+    """The longest context goes first, regardless of the order of requests."""
     whole = text(0, BLOCK + 25)
     prefixes = [whole[:length] for length in range(BLOCK + 10, BLOCK + 26)]
     assert engine.computes(*prefixes) == [len(whole), 15]
 
 
 def test_prefixes_of_a_text_are_computed_once(load_briefly):
-    """As the rows of a score are. What goes on from the first piece does not do so by a session
-    each, of which one has more to compute than the other."""
+    """The rows of a score are requested like this. The continuations of the first part do not each
+    extend a session of their own, which would need more tokens."""
     engine = load_briefly(max_num_seqs=64, kv_cache_memory_bytes=1 << 23)
     whole = text(0, 2 * BLOCK)
     engine.ask(*(Query(whole[:length]) for length in range(1, BLOCK + 1)))
@@ -69,7 +69,7 @@ def test_requests_do_not_wait_if_they_save_less_than_a_forward(engine):
 
 
 def test_requests_beyond_the_places_do_not_overtake_waiting_ones(engine):
-    """Who stands further behind does not take the places of those that wait."""
+    """Requests further behind do not take the places of waiting ones."""
     prompt = text(0, 40)
     assert sum(engine.computes(*beginning_with(prompt, 20))) == 40 + 20
 

@@ -1,4 +1,4 @@
-"""The plugin before any model is loaded: what it says of itself, and what it refuses."""
+"""The plugin before any model is loaded: its description, and the options that it rejects."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sessions that stay running requests of vLLM: what an extension costs, that its rows are the cold
-ones, and that sessions pause where they cannot run on."""
+"""Sessions that stay running requests of vLLM: what an extension costs, that its rows equal cold
+ones, and that sessions pause if they cannot keep running."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_idle_sessions_that_vllm_preempts_are_right_when_they_are_extended(engin
 
 
 def test_a_session_that_vllm_is_computing_again_takes_a_token(load_briefly, monkeypatch):
-    """A preempted session comes back in chunks. It is extended when a part of it is computed, and a
-    chunk ends where it ended before: there vLLM draws a token after it, in place of the known
+    """A preempted session is computed again in chunks. It is extended when a part of it is
+    computed, and a chunk ends at its former end. There vLLM draws a token in place of the known
     one."""
     from vllm.v1.request import Request
 
@@ -135,7 +135,7 @@ def test_a_session_that_vllm_is_computing_again_takes_a_token(load_briefly, monk
 
 
 def test_sessions_pause_if_vllm_lacks_a_name_or_rows_differ(load_briefly, monkeypatch):
-    """With what they need, a row of an extended one is compared with the cold one."""
+    """If vLLM has all needed names, a row of an extended session is compared with the cold one."""
 
     def extend(self, request_id, token_ids):
         usual(self, request_id, [token_id + 1 for token_id in token_ids])

@@ -38,7 +38,7 @@ def made(limit: int, capacity: int = CAPACITY, places: int = 0) -> Sessions:
 
 
 class Blocks:
-    """vLLM's full blocks, each with its contents and those before it."""
+    """vLLM's full blocks, each known by its contents and those of the blocks before it."""
 
     def __init__(self) -> None:
         self._of: dict[str, list[object]] = {}
@@ -184,7 +184,7 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit, places):
 
 
 def test_block_that_a_request_fills_itself_is_not_shared():
-    """vLLM looks for what others have when a request begins, and computes its last token."""
+    """vLLM looks up shared blocks when a request begins, and always computes its last token."""
     usage = CacheUsage(BLOCK)
     first, same = session(*range(8), request_id="a"), session(*range(8), request_id="b")
     usage.add(first)
@@ -207,7 +207,7 @@ def test_block_that_a_request_fills_itself_is_not_shared():
 
 
 def test_block_filled_by_a_last_token_is_shared_once_computed():
-    """Before, vLLM may begin the longer one first."""
+    """Until then, vLLM may begin the longer request first."""
     usage = CacheUsage(BLOCK)
     first, longer = session(*range(8), request_id="a"), session(*range(9), request_id="b")
     usage.add(first)

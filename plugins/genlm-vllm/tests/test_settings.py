@@ -1,5 +1,5 @@
-"""What a configuration says is computed as transformers does, or contexts end before it, or the
-model is refused by name."""
+"""Every setting of a configuration is computed as in transformers; otherwise contexts are limited,
+or the model is rejected by name."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ LONGROPE = {
 def test_rows_are_those_of_transformers(
     family, config, engine_opts, longest, said, make_tiny, load_briefly
 ):
-    """Cold, and of sessions that grow over a change; scores say the same."""
+    """The rows are cold ones, and those of sessions that grow across a threshold. Scores agree with
+    them."""
     folder = make_tiny(family, **config)
     with capture_logs() as logs:
         engine = load_briefly(folder, **engine_opts)
@@ -145,7 +146,7 @@ MEANT = {
 def test_options_that_change_the_configuration_are_computed(
     how, make_tiny, load_briefly, monkeypatch
 ):
-    """As a config.json would have it."""
+    """They give the same rows as a changed config.json."""
     # This family would change classes of transformers, from which further models are made.
     monkeypatch.setattr(base, "support_torch_compile", lambda **_: lambda kind: kind)
     family, config, options, meant = MEANT[how]
@@ -168,7 +169,7 @@ def test_options_that_change_the_configuration_are_computed(
 
 
 def test_a_configuration_of_another_folder(make_tiny, tmp_path):
-    """What it says is corrected, and not what the folder of the weights says."""
+    """Its settings are corrected, and not those of the weights' own folder."""
     folder = make_tiny("Cohere2", weights=False, **{**MIXED, "sliding_window": 200})
     AutoConfig.from_pretrained(folder, sliding_window=FAR).save_pretrained(tmp_path)
     corrected = corrections(folder, {"hf_config_path": str(tmp_path)})
@@ -197,7 +198,7 @@ LONG = {"max_position_embeddings": 1 << 17, "num_key_value_heads": 4, "head_dim"
 
 
 def test_contexts_fit_the_cache_that_the_memory_allows(make_tiny, load_briefly, monkeypatch):
-    """The longest takes 256 MiB, half of which may be taken."""
+    """The longest context takes 256 MiB, but the cache may take only half of that."""
     folder, sizes = make_tiny("Llama", **LONG), {}
     monkeypatch.setattr(cache_size, "MIN_CACHE_BYTES", 1 << 20)
     monkeypatch.setattr(cache_size, "available_memory", lambda: 256 << 20)
@@ -221,7 +222,7 @@ def test_a_cache_without_room_names_the_options_that_help(make_tiny, load_briefl
 
 
 def test_other_weights_for_a_loaded_model_are_explained(make_tiny, load_briefly):
-    """On a CPU, vLLM packs those of the load."""
+    """On a CPU, vLLM repacks the loaded weights."""
     folder = make_tiny("Llama")
     engine = load_briefly(folder)
     weights = load_file(Path(folder, "model.safetensors"))
@@ -240,7 +241,7 @@ def test_states_of_mamba_are_not_kept_between_blocks_on_a_cpu(make_tiny):
 
 
 def test_a_family_that_names_no_usual_activation_is_not_refused(monkeypatch):
-    """As in transformers 4, where a class of settings has no attributes of its own."""
+    """In transformers 4, a configuration class has no such attribute."""
     settings = PreTrainedConfig(num_experts=4, hidden_act="silu", model_type="mixtral")
     monkeypatch.setattr("genlm.vllm.settings.whole_settings_of", lambda *given: settings)
     assert corrections("any", {}) == {}
@@ -289,7 +290,7 @@ def test_error_of_vllm_is_quoted_for_a_rejected_model(
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(make_tiny, load_briefly):
-    """vLLM would serve what was in memory before, where it joins matrices."""
+    """vLLM would serve uninitialised memory in joined matrices."""
     folder = make_tiny("Llama")
     file = Path(folder) / "model.safetensors"
     weights = {name: one for name, one in load_file(file).items() if "1.mlp.up_proj" not in name}

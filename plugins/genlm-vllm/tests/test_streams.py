@@ -1,4 +1,4 @@
-"""The CUDA stream of vLLM beside that of its thread, on streams that note who waits for whom."""
+"""vLLM's CUDA stream and that of its thread, on fake streams that record which waits for which."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from genlm.vllm.streams import EngineStream, used_here
 
 
 class Stream:
-    """Knows what has been queued on it, or on a stream that it waited for."""
+    """A stream that knows the work queued on it, or on a stream for which it waited."""
 
     def __init__(self):
         self.done = []
@@ -23,7 +23,7 @@ class Stream:
 
 
 class Cuda:
-    """As much of ``torch.cuda`` as there is for one thread."""
+    """The part of ``torch.cuda`` that one thread uses."""
 
     def __init__(self):
         self.default, self.used = Stream(), False
@@ -51,7 +51,7 @@ def cuda(monkeypatch):
 
 
 def start(cuda):
-    """What vLLM does when it loads a model."""
+    """Do what vLLM does when it loads a model."""
     cuda.used, cuda.current = True, Stream()
     cuda.current.done.append("load")
     return cuda.current

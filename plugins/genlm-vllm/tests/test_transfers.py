@@ -1,5 +1,5 @@
-"""How often a step copies between the host and the device, and that it does not wait in its middle;
-counted without a device."""
+"""How often a step copies between the host and the device, and that it does not wait in the middle.
+This is counted without a device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_scores_are_those_of_the_prompt_and_the_row():
     ],
 )
 def test_a_step_waits_for_nothing_and_copies_no_more_for_more_requests(engine, kinds, copies, n):
-    """Contexts grow, and some come anew."""
+    """Contexts grow, and new ones join."""
     assert most_copies(engine, kinds, n) <= copies
 
 

@@ -34,7 +34,7 @@ NESTED = {"text_config": {"rope_parameters": YARN}}
 
 @pytest.fixture(scope="module")
 def seeing_path(tmp_path_factory):
-    """A small Idefics 3, without what its images need."""
+    """A small Idefics 3, without the files that images need."""
     folder = tmp_path_factory.mktemp("seeing")
     config = transformers.Idefics3Config(
         vision_config={**SEES, "image_size": 28, "patch_size": 14},
@@ -79,7 +79,7 @@ def _settings(folder, kind, **config):
 
 
 def test_corrections_reach_the_language_model(tmp_path):
-    """Where vLLM runs it itself."""
+    """This concerns models that vLLM runs with its own code."""
     corrected = corrections(_settings(tmp_path, "Cohere2Vision", text_config=COHERE), {})
     assert corrected["hf_overrides"] == {"text_config": {"sliding_window": 19}}
     given = {"text_config": {"sliding_window": 30}, "image_token_id": 3}
