@@ -7,7 +7,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,7 @@ from genlm.core import (
     hookimpl,
     together,
 )
-from genlm.core.errors import InvalidOptionError, UnsupportedError
+from genlm.core.errors import InvalidInputError, InvalidOptionError, UnsupportedError
 from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.ray.cluster import Cluster
 from genlm.ray.engine import RayEngine
@@ -253,6 +253,32 @@ def test_rows_are_sent_with_the_tokenizers_width(monkeypatch: pytest.MonkeyPatch
         return [described.vocab_size, *map(len, rows)]
 
     assert asyncio.run(widths()) == [250, 250, 250]
+
+
+def test_function_that_cannot_be_loaded_fails_only_its_callers() -> None:
+    """The other callers of the message share one call of their function."""
+
+    def counted(rows: Any, values: Any) -> list[Any]:
+        return [(len(rows), value) for value in values]
+
+    codes = {"loads": ray.cloudpickle.dumps(together(counted)), "does not": b"junk"}
+    keys = ["loads", "does not"] * 3
+    calls: list[Ask] = [
+        (((at,),), None, False, None, None, (key, codes[key], (at,))) for at, key in enumerate(keys)
+    ]
+
+    async def answers() -> Sequence[Any]:
+        replica: Any = Replica()
+        await replica.open(("mine", 1), None, 60.0, "mock", "mock", {})
+        arrived = received(await replica.answer(("mine", 1), calls, False))
+        replica.lm.close()
+        return arrived
+
+    found = asyncio.run(answers())
+    assert [*found[::2]] == [(3, 0), (3, 2), (3, 4)]
+    for error in found[1::2]:
+        assert isinstance(error, InvalidInputError)
+        assert "cannot be loaded" in str(error)
 
 
 def test_replica_uses_the_given_cache_size() -> None:

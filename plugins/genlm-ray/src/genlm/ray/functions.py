@@ -140,15 +140,11 @@ class KnownFunctions:
             while len(self._known) > KEPT_FUNCTIONS:
                 self._known.popitem(last=False)
 
-    def then(self, key: str, caller: Caller, given: Sequence[Any]) -> Then[Any]:
-        """A function together with the arguments of one caller.
-
-        Raises:
-            InvalidInputError: the function could not be loaded.
-        """
+    def then(self, key: str, caller: Caller, given: Sequence[Any]) -> Then[Any] | Exception:
+        """A function together with the arguments of one caller, or why it could not be loaded."""
         function = self._known[key]
         if isinstance(function, Exception):
-            raise InvalidInputError(str(function))
+            return InvalidInputError(str(function))
         return function(caller, *given)
 
 
