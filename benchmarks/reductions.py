@@ -124,23 +124,28 @@ def replicas_seconds(lm: Any) -> float:
 
 def waves_of(bench: Bench, lm: Any, name: str, form: Form, replicas: int) -> None:
     """Measure waves of a form, and derive what they would take with a core for each process."""
-    n, waves = WAVE * replicas, 3 if bench.quick else 20
-    first, *wanted = [form.prepare(lm, n) for _ in range(1 + waves)]
+    n, waves, rounds = WAVE * replicas, 4, 1 if bench.quick else 5
 
-    async def run() -> None:
+    async def run(wanted: list[Any]) -> None:
         for wave in wanted:
             await form.ask(lm, wave)
 
-    asyncio.run(form.ask(lm, first))
-    theirs, mine, began = replicas_seconds(lm), time.process_time(), time.perf_counter()
-    asyncio.run(run())
-    taken, mine = time.perf_counter() - began, time.process_time() - mine
-    theirs = replicas_seconds(lm) - theirs
-    beside = (mine + theirs / replicas) / waves  # seconds of a wave besides the engines' own
+    asyncio.run(run([form.prepare(lm, n)]))
+    rates, besides = [], []  # tokens a second; seconds of a wave besides the engines' own
+    for _ in range(rounds):
+        wanted = [form.prepare(lm, n) for _ in range(waves)]
+        theirs, mine, began = replicas_seconds(lm), time.process_time(), time.perf_counter()
+        asyncio.run(run(wanted))
+        rates.append(n * waves / (time.perf_counter() - began))
+        mine = time.process_time() - mine
+        theirs = replicas_seconds(lm) - theirs
+        besides.append((mine + theirs / replicas) / waves)
     case = f"tokens a second of n replicas, {name}"
-    bench.record(case, [n * waves / taken], unit="tokens/s", x=replicas)
-    bench.record(f"{case}, with a core each", [n / (DELAY + beside)], unit="tokens/s", x=replicas)
-    bench.record(f"batch for 80 %, {name}", [4 * beside * 1e3], unit="ms", x=replicas)
+    alone = [n / (DELAY + beside) for beside in besides]
+    bench.record(case, rates, unit="tokens/s", x=replicas)
+    bench.record(f"{case}, with a core each", alone, unit="tokens/s", x=replicas)
+    batches = [4 * beside * 1e3 for beside in besides]
+    bench.record(f"batch for 80 %, {name}", batches, unit="ms", x=replicas)
 
 
 def ours(bench: Bench) -> None:
