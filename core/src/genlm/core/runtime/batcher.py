@@ -20,7 +20,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -34,12 +34,13 @@ from genlm.core.errors import (
 )
 from genlm.core.logs import get_logger
 from genlm.core.runtime.askers import ASKING, Asker, running_loop
-from genlm.core.runtime.combiners import Combiner
+from genlm.core.runtime.combiners import Combiner, EachCombiner
 from genlm.core.runtime.lanes import (
     ROWS,
     Call,
     Callers,
     Counters,
+    EachCall,
     Future,
     Lane,
     Lanes,
@@ -202,15 +203,16 @@ class Batcher:
 
     # --- asking: any thread, any event loop -------------------------------------------------------
 
-    async def submit(self, requests: Sequence[Any], combine: Combiner[T]) -> T:
-        """Ask from a coroutine, and wait for the result. Cancelling it disturbs no other caller.
+    def submit(self, requests: Sequence[Any], combine: Combiner[T]) -> Awaitable[T]:
+        """Ask from a coroutine, which awaits the result. Cancelling it disturbs no other caller.
 
         Args:
             requests: One at least.
             combine: Makes the result: see :class:`Call`.
         """
         loop = running_loop()
-        call: Call[T] = Call(requests, loop.create_future(), combine, loop)
+        make: Any = EachCall if isinstance(combine, EachCombiner) else Call
+        call: Call[T] = make(requests, loop.create_future(), combine, loop)
         self._check_process()
         with self._lock:
             self._check_open()
@@ -227,10 +229,13 @@ class Batcher:
             gathering.requests += len(requests)
             self._asked(requests, call.future)
         future: Any = call.future
-        del call  # it has the results of all its requests
+        return self._watched(future) if self._wakes and self._drops else future
+
+    async def _watched(self, future: asyncio.Future[T]) -> T:
+        """Await a result; if that is cancelled, the engine thread learns it at once. A callback of
+        the future would cost more, and is called for each result too."""
         try:
-            result: T = await future
-            return result
+            return await future
         except asyncio.CancelledError:
             self._caller_left()
             raise
@@ -251,7 +256,7 @@ class Batcher:
         try:
             return self._result(call.future)
         except BaseException:
-            if call.future.cancelled():
+            if call.future.cancelled() and self._wakes and self._drops:
                 self._caller_left()
             raise
 
@@ -341,10 +346,9 @@ class Batcher:
     def _caller_left(self) -> None:
         """Have the engine thread drop the requests of a caller that was cancelled. A step that can
         be woken ends early for that."""
-        if self._wakes and self._drops:
-            with self._lock:
-                self._departed = True
-                self._notify()
+        with self._lock:
+            self._departed = True
+            self._notify()
 
     # --- who may ask ------------------------------------------------------------------------------
 
@@ -565,14 +569,13 @@ class Batcher:
         for request, result in answers:
             callers = self._lanes.in_flight.pop(request)
             if not isinstance(result, Exception):
-                for caller in callers:
-                    call, at = caller
+                for call, at in callers:
                     if call.give(at, result):
                         ended.append(call)
+                    elif not call.each:
+                        given.append((call, at))
                     if call.each:
-                        parts.append(caller)
-                    elif call.left:
-                        given.append(caller)
+                        parts.append((call, at))
             elif isinstance(result, TryAlone):
                 suspects[request] = callers
             else:

@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import math
 import traceback
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -35,10 +35,11 @@ class Call(Generic[T]):
         loop: The event loop of the future; ``None`` for a plain thread.
     """
 
-    __slots__ = (
-        "combine", "each", "error", "future", "is_joint", "keeps_errors", "left", "loop",
-        "requests", "results",
-    )  # fmt: skip
+    __slots__ = ("combine", "error", "future", "left", "loop", "requests", "results")
+
+    #: Those of an :class:`EachCombiner`.
+    each: Sequence[JointCombiner[Any]] = ()
+    keeps_errors = False
 
     def __init__(
         self,
@@ -54,11 +55,6 @@ class Call(Generic[T]):
         self.left = len(requests)
         self.results: list[Any] = [None] * self.left
         self.error: Exception | None = None
-        self.is_joint = isinstance(combine, JointCombiner)
-        self.each: Sequence[JointCombiner[Any]] = ()
-        self.keeps_errors = False
-        if isinstance(combine, EachCombiner):
-            self.each, self.keeps_errors = combine.each, combine.keeps_errors
 
     @property
     def gone(self) -> bool:
@@ -87,6 +83,22 @@ class Call(Generic[T]):
             return self.combine(self.results)
         except Exception as error:  # there is no memory for the copy; only this caller fails
             return error
+
+
+class EachCall(Call[list[T]]):
+    """A call whose combiner makes something of each result by itself."""
+
+    __slots__ = ("each", "keeps_errors")
+
+    def __init__(
+        self,
+        requests: Sequence[Any],
+        future: Future[list[T]],
+        combine: EachCombiner[T],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(requests, future, combine, loop)
+        self.each, self.keeps_errors = combine.each, combine.keeps_errors
 
 
 @define(eq=False)
@@ -147,7 +159,7 @@ def combined(
         parts: The results that this step has brought to calls with an :class:`EachCombiner`. What
             is made of a result takes its place. Calls that end with an exception by this are added.
     """
-    joint = [call for call in calls if call.error is None and call.is_joint]
+    joint = [one for one in calls if one.error is None and isinstance(one.combine, JointCombiner)]
     for call, at in parts:
         if call.gone:
             call.results[at] = None
@@ -166,21 +178,30 @@ def combined(
     return [(call, of_calls[call] if call in of_calls else call.combined()) for call in ended]
 
 
-def made_together(wanted: Sequence[tuple[Any, Sequence[Any]]]) -> list[Any]:
+def made_together(wanted: Sequence[tuple[Any, Sequence[Any]]]) -> Sequence[Any]:
     """The results of joint combiners, or exceptions in their places."""
-    alike: dict[Any, list[int]] = {}
+    alike = {combine.together for combine, _ in wanted}
+    if len(alike) == 1:  # nearly always
+        return called(alike.pop(), wanted)
+    places = defaultdict[Any, list[int]](list)
     for place, (combine, _) in enumerate(wanted):
-        alike.setdefault(combine.together, []).append(place)
-    made: list[Any] = [None] * len(wanted)
-    for together, places in alike.items():
-        try:
-            given = together([wanted[place] for place in places])
-            for place, each in zip(places, given, strict=True):
-                made[place] = each
-        except Exception:  # there is no memory for all copies; each is tried alone
-            for place in places:
-                made[place] = _made(*wanted[place])
-    return made
+        places[combine.together].append(place)
+    made: dict[int, Any] = {}
+    for together, some in places.items():
+        results = called(together, [wanted[place] for place in some])
+        made.update(zip(some, results, strict=True))
+    return [made[place] for place in range(len(wanted))]
+
+
+def called(together: Any, wanted: Sequence[tuple[Any, Sequence[Any]]]) -> Sequence[Any]:
+    """The results of one call of ``together``; if it raises, each combiner is called alone."""
+    try:
+        made: Sequence[Any] = together(wanted)
+        if len(made) == len(wanted):
+            return made
+    except Exception:  # there is no memory for all copies; each is tried alone
+        pass
+    return [_made(*each) for each in wanted]
 
 
 def _made(combine: Combiner[Any], results: Sequence[Any]) -> Any:
