@@ -19,11 +19,11 @@ class Kind:
     """A kind of adapter.
 
     Attributes:
-        name: What the table calls it.
-        settings: What its ``LoraConfig`` has beyond :data:`PLAIN`.
-        dtype: The type that its tensors are saved in.
-        change: What is done to its tensors in the end.
-        pickled: Whether its weights are a pickle.
+        name: The name of the kind in the table.
+        settings: The settings of its ``LoraConfig`` beyond :data:`PLAIN`.
+        dtype: The type in which its tensors are saved.
+        change: The last change to its tensors.
+        pickled: Whether its weights are saved as a pickle.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""What a backend makes of each kind of adapter: right, apart or rejected.
+"""The outcome of each kind of adapter on a backend: right, apart or rejected.
 
-Needs PEFT and transformers, whose rows are the right ones.
+Needs PEFT and transformers, whose rows are the reference.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the plugins' tests of adapters share: the table of kinds in ``docs/adapters.md``, which says
-what they found, and adapters of other models."""
+"""Shared by the plugins' tests of adapters: the table of kinds in ``docs/adapters.md``, which lists
+the outcomes, and adapters of other models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WRITE = "GENLM_WRITE_ADAPTER_TABLE"
 
 
 def tabled(kind: Kind, backend: str, found: str) -> str:
-    """What the table says of a kind on a backend; with :data:`WRITE` set, ``found`` is written
+    """The table's entry for a kind on a backend. If :data:`WRITE` is set, ``found`` is written
     there first."""
     lines = DOCS.read_text().splitlines()
     head = next(line for line in lines if line.startswith("| kind |"))
@@ -40,8 +40,8 @@ def tabled(kind: Kind, backend: str, found: str) -> str:
 
 
 def strangers(model: str, folder: Path) -> dict[str, str]:
-    """Adapters of models with one size other than this one's: their folders, by what an error says
-    of them. What is made for fewer layers looks as if its file lacked the last."""
+    """The folders of adapters for models that differ from this one in one size, each with the words
+    of its error. An adapter for fewer layers looks as if its file lacked the last ones."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     ours = AutoConfig.from_pretrained(model)
@@ -79,7 +79,7 @@ def strangers(model: str, folder: Path) -> dict[str, str]:
 
 
 def check_refused(lm: AsyncLM, strangers: Mapping[str, str]) -> None:
-    """They are refused by what they are, and change nothing."""
+    """Check that these adapters are rejected with the right words, and change nothing."""
     before = lm.next_token_logprobs_uncached([1, 2, 3])
     for message, path in strangers.items():
         with pytest.raises(InvalidAdapterError, match=message):

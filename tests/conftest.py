@@ -87,7 +87,7 @@ def run_python(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def gathered(*asked: Coroutine[Any, Any, Any]) -> list[Any]:
-    """What becomes of requests that are asked together: answers, and errors among them."""
+    """The results of requests made together: answers, or errors in their places."""
 
     async def together() -> list[Any]:
         outcomes = asyncio.gather(*asked, return_exceptions=True)

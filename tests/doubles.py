@@ -15,7 +15,7 @@ from .conftest import PATIENCE
 
 
 class Unshowable(Exception):
-    """An error, or anything else, that has no text."""
+    """An object, such as an error, whose text cannot be shown."""
 
     def __str__(self):
         raise RuntimeError("cannot be shown")
@@ -104,7 +104,7 @@ class Elsewhere:
         return self.steps.get(timeout=PATIENCE)
 
     async def step_with(self, what):
-        """The next step that admits (0) or drops (1) something; and what."""
+        """The requests of the next step that admits (0) or drops (1) any."""
         while True:
             step = await asyncio.to_thread(self.next_step)
             if step[what]:
@@ -112,7 +112,7 @@ class Elsewhere:
 
 
 def padded(engine, size):
-    """An engine of this class whose rows are of another size than its tokenizer's vocabulary."""
+    """An engine of this class whose rows differ in size from its tokenizer's vocabulary."""
     made = engine(ByteTokenizer())
     made.vocab_size = size
     return made

@@ -13,11 +13,11 @@ from genlm.core.types import Query, Request, SampleRequest, SamplingParams, Scor
 
 
 class Driven:
-    """An engine, with its own attributes, and what all that is asked of it says.
+    """An engine driven without a core; its attributes are those of the engine.
 
     Args:
         engine: The engine.
-        width: How many token ids are not padding, if not all.
+        width: How many token ids are not padding, if not all of them.
     """
 
     def __init__(self, engine: Any, width: int | None = None) -> None:
@@ -27,7 +27,7 @@ class Driven:
         return getattr(self.engine, name)
 
     def step(self, *new_requests: Request, dropped: Sequence[Request] = ()) -> dict[Request, Any]:
-        """One step: what was answered."""
+        """Make one step, and return its answers."""
         kinds: dict[type, list[Any]] = {Query: [], SampleRequest: [], ScoreRequest: []}
         for request in new_requests:
             kinds[type(request)].append(request)
@@ -37,7 +37,7 @@ class Driven:
         return {answer.request: answer.result for answer in answers}
 
     def ask(self, *requests: Request) -> list[Any]:
-        """What the engine says of each request, admitted together."""
+        """The engine's result for each request. All are admitted together."""
         answers = self.step(*requests)
         while len(answers) < len(set(requests)):
             answers |= self.step()

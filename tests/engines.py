@@ -22,5 +22,5 @@ def rows_of(engine: Any, queries: Sequence[Query]) -> torch.Tensor:
 
 
 def add_lora(engine: Any, adapter: Adapter) -> Any:
-    """Read an adapter's folder and load its weights."""
+    """Read an adapter's folder, and load its weights."""
     return engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))

@@ -1,4 +1,5 @@
-"""What the tests of the core and of several plugins share; a ``conftest.py`` imports it."""
+"""Fixtures that the tests of the core and of several plugins share. A ``conftest.py`` imports
+them."""
 
 from __future__ import annotations
 

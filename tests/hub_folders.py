@@ -1,5 +1,5 @@
-"""Folders of models as other people's tools write them: what transformers reads in each, an engine
-computes, or it refuses the folder."""
+"""Folders of models as various tools write them. An engine computes what transformers reads in each
+folder, or rejects the folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def configured(**settings: Any) -> Change:
-    """Other settings; ``()`` takes one away."""
+    """A change that sets other settings; ``()`` removes one."""
 
     def change(folder: Path) -> None:
         file = folder / "config.json"
@@ -32,7 +32,7 @@ def configured(**settings: Any) -> Change:
 
 
 def stored(to: Callable[[Tensors], Tensors]) -> Change:
-    """Other weights."""
+    """A change that stores other weights."""
 
     def change(folder: Path) -> None:
         file = folder / "model.safetensors"
@@ -98,7 +98,7 @@ HUB: Mapping[str, Change] = {
 
 
 def loaded(name: str, sweep: Sweep, folder: Path) -> Tried:
-    """What becomes of a folder of this name in an engine."""
+    """The outcome of loading the folder of this name in an engine."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def save(model: Any, path: Path) -> None:

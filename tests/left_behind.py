@@ -1,4 +1,4 @@
-"""What a model has left behind in its process."""
+"""Finds what a model has left behind in its process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import torch
 
 
 def left_behind(made: Collection[str] = ()) -> dict[str, object]:
-    """What a model could leave behind, that outlives it or its process.
+    """Counts of everything that could outlive a model or its process.
 
     Args:
-        made: The files in shared memory that this process has made: others make some as well.
+        made: The files in shared memory that this process has made, since other processes make some
+            too.
     """
     gc.collect()
     process = psutil.Process()
@@ -37,6 +38,6 @@ def left_behind(made: Collection[str] = ()) -> dict[str, object]:
 
 
 def random_states() -> tuple[object, ...]:
-    """Of the generators that a program shares with its models."""
+    """The states of the random generators that a program shares with its models."""
     of_numpy = np.random.get_state()[1].tobytes()
     return random.getstate(), of_numpy, torch.get_rng_state().tolist()

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def in_time(call: Callable[[], T]) -> T:
-    """What a call gives, in a thread of its own; a hang is a failure."""
+    """The result of a call in a thread of its own. A hang is a failure."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -29,10 +29,11 @@ def in_time(call: Callable[[], T]) -> T:
 
 
 def before_line(line: int, files: str, what: Callable[[], object], call: Callable[[], T]) -> T:
-    """Make a call, and do something else before the ``line``-th line that it runs of some files.
+    """Make a call, and do something else before the ``line``-th line of the given files that it
+    runs.
 
     Raises:
-        EOFError: it has no such line.
+        EOFError: the call runs fewer lines.
     """
     lines = itertools.count(1)
 

@@ -16,8 +16,8 @@ END = 255
 
 
 def tokens_and_gains(rows, uniforms):
-    """For each row the token that a number draws among the allowed ones, and the log of their
-    mass."""
+    """For each row, the token that a random number selects among the allowed ones, and the
+    logarithm of their mass."""
     mass = rows[:, ALLOWED].double().exp().cumsum(-1)
     points = torch.tensor(uniforms, dtype=torch.float64)[:, None] * mass[:, -1:]
     drawn = ALLOWED[torch.searchsorted(mass, points, right=True)[:, 0]]
@@ -31,7 +31,7 @@ def drawn_together(rows, uniforms):
 
 
 class Coroutines:
-    """Particles that are lists, each asked for by a coroutine."""
+    """Particles that are lists, each with a coroutine for its requests."""
 
     def __init__(self, lm, n, lora_name=None):
         self.lm, self.n, self.lora_name = lm, n, lora_name

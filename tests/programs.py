@@ -1,5 +1,5 @@
-"""Random programs one after the other, for as long as a test may take. Each makes an engine of its
-own, with numbers of its own in place of constants."""
+"""Random programs one after the other, for as long as a test may take. Each creates an engine of
+its own, with random values of some constants."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ Begin = Callable[[random.Random], AbstractContextManager[Program]]
 
 
 def fuzz(begin: Begin, seed: int, usually: float, parts: int = 1, rounds: int = 6) -> Counter[str]:
-    """Program after program until the time is over, and at least one. The first one is short, so
-    that where there is little time some are tried, and those that follow are longer and longer.
+    """Run programs until the time is over, at least one. The first program is short, so that
+    several run even in little time; later ones are longer and longer.
 
     Args:
-        begin: Makes one.
-        seed: All of them follow from it.
-        usually: How long, in seconds, unless the environment says something else.
-        parts: Among how many tests that time is divided.
-        rounds: Of :data:`ROUND` random things each, the most that a program has.
+        begin: Makes a program.
+        seed: The seed from which all programs follow.
+        usually: The time in seconds, unless the environment gives another.
+        parts: The number of tests that share this time.
+        rounds: The most rounds of a program, with :data:`ROUND` random operations each.
 
     Returns:
-        What they did and compared.
+        Counts of what the programs did and compared.
     """
     until, counts = time.monotonic() + float(SECONDS or usually) / parts, Counter[str]()
     while not counts["programs"] or time.monotonic() < until:
@@ -61,7 +61,7 @@ def fuzz(begin: Begin, seed: int, usually: float, parts: int = 1, rounds: int = 
 
 @contextmanager
 def constants(values: Mapping[str, Sequence[Any]], source: random.Random) -> Iterator[None]:
-    """Other values of constants (``module.NAME``) for some time; an error says which."""
+    """Inside the block, constants (``module.NAME``) have other values, which errors mention."""
     with ExitStack() as patches:
         chosen = {path: source.choice(possible) for path, possible in values.items()}
         for path, value in chosen.items():

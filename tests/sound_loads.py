@@ -56,7 +56,7 @@ class EverySoundLoad:
     @pytest.fixture(scope="class")
     @classmethod
     def table(cls, pytestconfig: pytest.Config) -> Iterator[dict[tuple[str, str], str]]:
-        """What became of each; printed at the end."""
+        """The outcome of each model, printed at the end."""
         found: dict[tuple[str, str], str] = {}
         yield found
         counts = Counter(f"{dtype} {what.split(':')[0]}" for (_, dtype), what in found.items())
@@ -102,10 +102,10 @@ class EverySoundLoad:
 
 
 def compared(subject: Subject, load: Load, dtype: str) -> Report:
-    """The report on a model.
+    """The verification report on a model.
 
     Raises:
-        EngineError: the engine refuses the model, or has no kernels for it.
+        EngineError: the engine rejects the model, or has no kernels for it.
     """
     engine = load(subject.model, dtype)
 

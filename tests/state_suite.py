@@ -1,5 +1,5 @@
-"""The clauses on what an engine keeps of contexts: for further models and settings of an engine
-that keeps the whole contract on one."""
+"""The clauses on the state that an engine keeps of contexts, for further models and settings of an
+engine that passes the whole suite on one model."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ class StateSuite(
     RowClauses,
     OneModel,
 ):
-    """How draws are made, what adapters do, and how a model begins and ends, is the same for all
-    models of an engine."""
+    """The suite without the clauses on sampling, adapters, loading and closing, which are the same
+    for all models of an engine."""

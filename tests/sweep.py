@@ -1,6 +1,6 @@
-"""Small models of every causal family, with every setting flipped: an engine computes what a
-configuration says, as transformers does, or refuses it when it loads. Cold rows, on both sides of
-every threshold."""
+"""Small models of every causal family, with every setting changed in turn: an engine computes a
+configuration as transformers does, or rejects it when it loads. Cold rows are compared, on both
+sides of every threshold."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ ROPES: list[dict[str, Any]] = [
 
 @frozen
 class Tried:
-    """What became of one configuration: "right", "wrong", "refused" or "not built"."""
+    """The outcome for one configuration: "right", "wrong", "refused" or "not built"."""
 
     family: str
     changed: dict[str, Any]
@@ -212,7 +212,7 @@ def _others(name: str, value: Any) -> list[Any]:
 
 
 def random_model(kind: Any, settings: Any) -> Any:
-    """Raises: ValueError: it would be too large."""
+    """Raises: ValueError: the model would be too large."""
     with torch.device("meta"):
         weights = sum(one.numel() for one in kind(deepcopy(settings)).parameters())
     if weights > MAX_WEIGHTS:
@@ -263,15 +263,15 @@ def tried(
     load: Open,
     save: Callable[[Any, Path], Any] = save_model,
 ) -> Tried:
-    """What becomes of a random model.
+    """The outcome for a random model.
 
     Args:
-        kind: Its class.
-        config: Its configuration.
-        changed: Settings in which it differs.
-        folder: Where to write it.
-        load: How an engine loads it.
-        save: How to write it.
+        kind: The class of the model.
+        config: The configuration of the model.
+        changed: The settings that were changed.
+        folder: The folder to write it into.
+        load: The function by which an engine loads it.
+        save: The function that writes it.
     """
     from transformers import AutoModelForCausalLM
 
@@ -335,7 +335,7 @@ class Sweep:
         folder: Path,
         changes: Callable[[dict[str, Any]], Iterable[dict[str, Any]]] = variants,
     ) -> list[Tried]:
-        """What becomes of a family's small model, and of each change of it."""
+        """The outcomes for a family's small model, and for each change of it."""
         from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
         config = CONFIG_MAPPING[family](**self.left_open.get(family, {}))
@@ -400,7 +400,7 @@ class EveryFamily:
     @pytest.fixture(scope="class")
     @classmethod
     def table(cls, pytestconfig: pytest.Config) -> Iterator[list[Tried]]:
-        """What was found; printed at the end."""
+        """The table of outcomes, printed at the end."""
         found: list[Tried] = []
         yield found
         report(found, pytestconfig)
@@ -435,7 +435,7 @@ class EveryFamily:
 
 
 def report(found: Sequence[Tried], pytestconfig: pytest.Config) -> None:
-    """Print what is not right, and what could not be built at all."""
+    """Print the models that are not right, and those that could not be built."""
     lines = [f"{len(found)} configurations: {dict(Counter(one.outcome for one in found))}"]
     lines += [
         f"{one.family:18}{one.outcome:10}{one.changed} {' '.join(one.why.split())}"

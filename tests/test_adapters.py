@@ -66,7 +66,7 @@ def test_a_removed_default_is_an_error_not_the_base_model(lm):
 
 
 class Watched(str):
-    """A name that does something else while it is looked up, as another thread might."""
+    """A name that runs other code while it is looked up, as another thread might."""
 
     meanwhile = None
 
@@ -145,7 +145,7 @@ def test_the_path_and_the_version_of_an_adapter():
 
 
 class Pinning(Elsewhere):
-    """Takes adapters, and notes what it is asked to pin."""
+    """An engine that takes adapters, and records the prompts to pin."""
 
     def __init__(self):
         super().__init__()
@@ -213,7 +213,7 @@ def test_a_backend_without_lora_says_so():
 
 
 class Reading(MockEngine):
-    """Reads the files of an adapter by a hook of its own."""
+    """An engine that reads the files of an adapter in a separate hook."""
 
     @hookimpl
     def genlm_read_lora(self, adapter):

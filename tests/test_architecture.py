@@ -67,7 +67,7 @@ def test_private_modules_are_imported_in_the_core_alone() -> None:
     ids=lambda page: page.parent.name,
 )
 def test_the_files_on_the_way_of_a_row_are_there(page: Path) -> None:
-    """Of its own distribution, or of the kit by their whole path."""
+    """Files are named within their own distribution, or in the kit by their whole path."""
     (own,) = (page.parent / "src" / "genlm").iterdir()
     text = page.read_text(encoding="utf-8")
     files = re.findall(r"\b([a-z_]+(?:/[a-z_]+)*\.py)\b", text)

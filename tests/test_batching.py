@@ -1,4 +1,4 @@
-"""What becomes a batch, who shares a slot, and how answers come back."""
+"""Which requests become a batch, which share a place, and how answers come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks print of a comparison."""
+"""The output of the benchmarks for a comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.any_version
 
 
 def runs_of(workload: str, side: str, value: float, unit: str = "ms") -> list[dict[str, Any]]:
-    """What a side of a workload prints in one round."""
+    """The output of one side of a workload in one round."""
     kept = {"workload": workload, "machine": "a machine", "side": side, "round": 0, "load": 1.0}
     kept |= {"date": "2026-02-02", "processor": "a processor", "notes": []}
     return [kept | {"cases": [{"case": "sum", "x": 8, "unit": unit, "values": [value]}]}]
@@ -99,7 +99,7 @@ def test_a_record_has_the_median_of_every_round_and_all_values_of_an_only_one():
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The command, with runs that are given; returns its exit status."""
+    """Runs the command with given results of runs, and returns its exit status."""
     monkeypatch.setattr(command, "FOLDER", tmp_path / "benchmarks")
     monkeypatch.setattr(command, "RESULTS", tmp_path / "benchmarks" / "results.jsonl")
     monkeypatch.setattr(command, "machine", lambda: "a machine")
@@ -122,7 +122,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
 
 
 def test_compare_prints_what_has_moved_and_writes_nothing(tmp_path, bench, capsys):
-    """Compared with is what was kept of this machine."""
+    """The results are compared with the stored ones of this machine."""
     here = results(10)
     elsewhere = [here[0] | {"machine": "another", "date": "2026-03-03"}]
     write([*here, *elsewhere], command.RESULTS)

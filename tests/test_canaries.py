@@ -1,4 +1,5 @@
-"""The traps in model folders go off where somebody does run them: else their tests show nothing."""
+"""The canaries in model folders do report execution if they are run, so that their tests mean
+something."""
 
 from __future__ import annotations
 

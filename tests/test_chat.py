@@ -76,7 +76,7 @@ def test_options_of_the_encoding_hold_for_the_beginning_of_an_answer(lm):
 
 
 def test_white_space_that_a_tokenizer_of_its_own_kind_loses_is_refused(lm, tokenizer):
-    """As mistral-common's, whose ids are not those of a text."""
+    """mistral-common's tokenizer is of this kind: its ids are not those of a text."""
     whole = tokenizer.apply_chat_template
 
     def apply(messages, tokenize=True, **options):

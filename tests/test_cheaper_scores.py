@@ -1,4 +1,4 @@
-"""Which scores an engine is asked for, without an engine."""
+"""Which scores are requested from an engine, tested without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `genlm`, run as a user runs it, on the mock. What the user reads is read."""
+"""The command `genlm`, run as a user runs it, on the mock. Its output is checked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def silent_logs() -> None:
 
 @pytest.fixture
 def genlm(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs the command; returns what it prints, and takes nothing on the standard error."""
+    """Runs the command, and returns its output. Any output on the standard error is a failure."""
 
     def run(*arguments: str) -> str:
         assert main(arguments) == 0
@@ -101,7 +101,7 @@ def test_command_prints_an_error_for_invalid_arguments(command, arguments, said,
 
 
 def test_the_version_is_that_of_the_core_and_of_every_plugin(install, capsys):
-    """A broken plugin has one, too: it is not imported."""
+    """A broken plugin has a version too, since it is not imported."""
     install("broken", "raise ValueError")
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
@@ -255,7 +255,8 @@ def test_top_prints_the_ten_likeliest_tokens_with_bars(genlm):
     ],
 )
 def test_ascii_output_gets_only_ascii(monkeypatch, command, shown):
-    """The standard error may show more, as on Windows, where only one of them is a file."""
+    """The standard error may have more characters: on Windows, for instance, only one of the two
+    may be a file."""
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     assert main(command) == 0
     assert re.match(shown, sys.stdout.buffer.getvalue())
@@ -431,7 +432,7 @@ def test_a_subcommand_of_the_core_is_never_taken_from_another_distribution(
 
 
 class Terminal(io.StringIO):
-    """Is interrupted where it would show ``last``."""
+    """A terminal that interrupts the program when it would show ``last``."""
 
     last = "6 of "
 

@@ -24,7 +24,8 @@ WIDTH = len(ByteTokenizer())
 
 
 class Engine:
-    """Gives away one tensor for all rows of a step, and counts what its thread launches."""
+    """An engine that returns one tensor for all rows of a step, and counts the operations of its
+    thread."""
 
     tokenizer = ByteTokenizer()
     device, max_context = "cpu", None
@@ -46,7 +47,7 @@ class Engine:
 
 
 class WithoutPadding(Engine):
-    """Leaves out the rows' padding itself, in every second of its rows if it is told so."""
+    """An engine that removes the rows' padding itself, optionally in every second row only."""
 
     mixed = False
 
@@ -129,7 +130,8 @@ def test_a_copy_has_the_bits_of_its_row() -> None:
 
 
 class OneLongAtATime(Engine):
-    """Answers one long context in a step, beside all short ones; knows whose memory is kept."""
+    """An engine that answers one long context and all short ones in a step, and knows which rows'
+    memory is kept."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)

@@ -269,7 +269,8 @@ def test_circle_of_three_models_raises_in_the_last_one():
 
 
 def test_two_models_that_ask_each_other_at_once_are_told_before_they_wait(mock, monkeypatch):
-    """The other one asks after the first look, and before this one is seen to wait."""
+    """The other model makes its request after the first check, and before this one counts as
+    waiting."""
 
     class Late(Asker):
         def waiting_for(self, other):
@@ -391,8 +392,8 @@ async def test_batch_call_raises_one_of_several_errors_and_logs_no_other(mock, c
 
 
 class Forgetful(MockEngine):
-    """Forgets what is pinned when a call fails, as engines do whose failed step may have damaged
-    all state. It can be short of memory for one prompt, or for all."""
+    """An engine that forgets pinned prompts when a call fails, as engines do if a failed step may
+    have damaged their state. It can lack memory for one prompt, or for all."""
 
     no_room_for = frozenset()
 

@@ -1,4 +1,5 @@
-"""What genlm-backend 0.3 had and the classes here lack says what to use instead."""
+"""Names of genlm-backend 0.3 that the classes here lack raise an error with the name to use
+instead."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Bad input is refused before the engine sees it, with a message that helps, and the model works
-after it."""
+"""Bad input is rejected before the engine sees it, with a helpful message, and the model still
+works afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a message says to install can be installed: from a clone, what the clone holds."""
+"""Messages name a command that can install the missing distribution; in a clone, from the clone's
+folders."""
 
 from __future__ import annotations
 

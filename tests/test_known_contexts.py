@@ -1,4 +1,4 @@
-"""Lists that go on from one that has been asked for are recognised, and mean what they say."""
+"""Lists of token ids that extend an earlier one are recognised, and give the right context."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ def test_a_load_that_fails_tells_its_caller_and_leaves_nothing():
 
 @pytest.fixture
 def default_collector(monkeypatch):
-    """The collector as Python 3.11 sets it, whatever models other tests have left open; at the end
-    as before."""
+    """The collector with Python 3.11's settings, whatever models other tests have left open. Its
+    settings are restored at the end."""
     monkeypatch.setattr(module, "COLLECTOR", Collector())
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
@@ -111,7 +111,7 @@ def test_garbage_is_searched_rarely_while_a_model_loads(default_collector):
 
 
 def test_a_step_of_many_is_not_searched_for_garbage(default_collector):
-    """What it keeps until its end would be taken for what lasts."""
+    """The collector would move the step's temporary objects to the older generation."""
     searched = []
     with MockAsyncLM() as other, MockAsyncLM() as lm:
         other.close()  # this does not end anything that the other model needs
@@ -191,8 +191,8 @@ def test_a_model_that_refused_requests_is_collected(end):
 
 
 def test_an_exit_in_the_middle_of_a_batch_is_clean():
-    """The model is closed before what its engine registered for then: engines take themselves down
-    by such hooks, and by finalizers, which run in one hook too."""
+    """The model is closed before the exit hooks that its engine registered: engines shut themselves
+    down in such hooks, and in finalizers, which run in one hook too."""
     result = run_python("""
         import asyncio, atexit, contextlib, threading, weakref
         from genlm.core import AsyncLM, MockAsyncLM, ModelClosedError, hookimpl
@@ -266,7 +266,7 @@ def ask_more(batcher: Batcher) -> None:
 def test_a_signal_handler_may_ask_reset_and_close_while_a_request_is_being_put(
     way, handler, refusals
 ):
-    """At every line of the batcher, also where it holds its lock."""
+    """The signal arrives at every line of the batcher, also while it holds its lock."""
 
     def last_line():
         for line in itertools.count(1):
@@ -318,7 +318,7 @@ def interrupt():
 # The signal may arrive in Hypothesis's callback of the garbage collector, which reports it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_line_of_a_load_leaves_nothing():
-    """Ctrl-C in the main thread, at each line of the core that it runs."""
+    """Ctrl-C arrives in the main thread, at each line of the core that it runs."""
     made, closed = [], []
 
     class Engine(MockEngine):
@@ -353,7 +353,7 @@ def test_an_interrupt_at_any_line_of_a_load_leaves_nothing():
 
 
 def test_an_interrupt_ends_a_load_soon():
-    """A load waits in Python for what never comes; Ctrl-C ends it."""
+    """A load waits in Python for an event that never comes, and Ctrl-C ends it."""
     loading, never, ended = threading.Event(), threading.Event(), threading.Event()
 
     def load():
@@ -449,7 +449,7 @@ def test_a_forked_child_is_told_waits_for_no_lock_and_exits_cleanly():
 
 
 def test_a_forked_child_loads_its_own_model_whatever_the_parent_does():
-    """Another thread of the parent sets the collector when it forks."""
+    """Another thread of the parent changes the collector's settings when the parent forks."""
     result = run_python("""
         import gc, os, signal, threading, warnings
         from genlm.core import MockAsyncLM
@@ -483,7 +483,8 @@ def test_a_forked_child_loads_its_own_model_whatever_the_parent_does():
 
 
 def test_a_forked_child_collects_garbage_as_the_program_had_set_it():
-    """Its parent's models are not its own, and never close there; its own are."""
+    """The parent's models do not count in the child, where they are never closed; the child's own
+    models do."""
     result = run_python("""
         import gc, os, warnings
         from genlm.core import MockAsyncLM

@@ -12,7 +12,7 @@ from genlm.core.logs import get_logger
 
 @pytest.fixture(autouse=True)
 def not_configured():
-    """As in a process of its own."""
+    """structlog as in a new process, without configuration."""
     structlog.reset_defaults()
     yield
     structlog.reset_defaults()

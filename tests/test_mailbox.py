@@ -1,4 +1,4 @@
-"""A mailbox: messages come in order, and nobody waits for ever."""
+"""A mailbox: messages arrive in order, and no receiver waits for ever."""
 
 from __future__ import annotations
 

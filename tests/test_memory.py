@@ -1,4 +1,4 @@
-"""What libraries say where memory has run out."""
+"""The errors of libraries when memory has run out."""
 
 from __future__ import annotations
 

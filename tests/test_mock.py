@@ -68,7 +68,7 @@ def test_mock_subclass_gives_its_own_rows():
 
 
 class OfWidth(MockAsyncLM):
-    """All of its tokens are alike."""
+    """A mock whose rows have a given width, and in which all tokens are equally likely."""
 
     def __init__(self, width, **options):
         super().__init__(**options)
@@ -93,8 +93,7 @@ def test_own_row_of_invalid_width_is_rejected(width, continuous):
 
 @pytest.mark.parametrize("continuous", [False, True])
 def test_narrower_own_row_lacks_the_last_tokens(continuous):
-    """As genlm-control's tests have it, whose rows are those of the tokens without the special
-    ones."""
+    """The tests of genlm-control use such a mock, whose rows leave out the special tokens."""
     with OfWidth(10, continuous=continuous) as lm:
         row = lm.next_token_logprobs_sync([1])
         assert row.shape == (258,)

@@ -1,4 +1,4 @@
-"""A model that is not there is said at once, on every backend."""
+"""A missing model is reported at once, on every backend."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_model_that_is_neither_folder_nor_hub_name_names_no_tokens(model):
 
 @pytest.fixture
 def the_hub(monkeypatch):
-    """Makes the hub answer by raising, or without an error never be asked."""
+    """Makes the hub raise an error. Without an error, any access to the hub is a failure."""
 
     def answers(error=None):
         def model_info(*_, **__):

@@ -1,4 +1,4 @@
-"""Which requests wait for one that begins like them, without an engine."""
+"""Which requests wait for one with a common prefix, tested without an engine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_requests_wait_for_a_begun_request_until_it_ends():
 
 @pytest.mark.parametrize("fate", ["does not begin", "leaves", "is preempted"])
 def test_request_that_waited_in_vain_does_not_wait_again(fate):
-    """The longest was asked last, so another one may have no room for it, and some for others."""
+    """The longest request came last, so there may be no room for it, although there is room for
+    others."""
     leaders: Leaders = Leaders(TOKENS_PER_FORWARD)
     new = keys(*((*START, last) for last in range(5)), (*START, 5, 6, 7))
     *others, first = new
@@ -74,7 +75,7 @@ def test_request_that_waited_in_vain_does_not_wait_again(fate):
 
 
 def test_requests_wait_for_an_earlier_one_that_has_not_begun():
-    """As where a step has no room for all prompts."""
+    """This happens if a step has no room for all prompts."""
     leaders: Leaders = Leaders(TOKENS_PER_FORWARD)
     first, *others = new = keys(*((*START, last) for last in range(5)))
     for _ in range(3):

@@ -1,5 +1,5 @@
-"""The probability of the next bytes: against brute force, over random vocabularies, rows and texts;
-and what is not asked."""
+"""The probability of the next bytes: compared with brute force over random vocabularies, rows and
+texts; and which rows are not requested."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Random:
         return logits.log_softmax(0).float()
 
     def tokenisations(self, target: bytes) -> Iterator[tuple[int, ...]]:
-        """Every sequence of tokens whose last one completes the target."""
+        """Every sequence of tokens whose last token completes the target."""
         unfinished: list[tuple[int, ...]] = [()]
         while unfinished:
             ids = unfinished.pop()
@@ -82,7 +82,7 @@ class Random:
 
 
 class Asked(MockAsyncLM):
-    """Its rows are the random ones, or what ``row`` gives for a context."""
+    """A mock with random rows, or with those of the function ``row``."""
 
     def __init__(
         self, random: Random | None, row: Callable[[list[int]], torch.Tensor] | None = None

@@ -1,4 +1,4 @@
-"""Options of the core: what is wrong with one is said before a model is loaded."""
+"""Options of the core: an invalid option is reported before a model is loaded."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ PAGES = [page for page in (ROOT / "docs").glob("**/*.md") if FENCED.search(page.
 
 
 def names(block: str) -> tuple[set[str], set[str]]:
-    """The names that a block binds anywhere, and those that it reads."""
+    """The names that a block binds anywhere, and the names that it reads."""
     bound: set[str] = set()
     read: set[str] = set()
     for node in ast.walk(parsed(block)):
@@ -73,7 +73,7 @@ RUN_HERE = [
 
 @pytest.fixture
 def mocks(monkeypatch, tmp_path):
-    """Whatever a page loads is the mock, and what it writes is in a folder that goes."""
+    """Every model that a page loads is the mock, and it writes into a temporary folder."""
     load = AsyncLM.from_backend.__func__
     loaded = []
 

@@ -1,7 +1,7 @@
-"""The planner of key/value state, against a table that knows what lies at each position.
+"""The planner of KV caches, with a table that knows the content of each position.
 
-What stands for the state of a position is a number for the context up to there, its adapter
-included. So wherever a sequence starts, it can be seen whether the state is that of its own tokens.
+The state of a position is represented by a number for the context up to there, including its
+adapter. So wherever a sequence starts, the test can check that the state belongs to its own tokens.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def cells_of(key: bytes) -> list[int]:
 
 
 class Cells:
-    """A table of such numbers; 0 is nothing."""
+    """A table of such numbers; 0 means no state."""
 
     def __init__(self, budget: int, spare: int | None) -> None:
         self.slots: list[list[int]] = []
@@ -154,13 +154,13 @@ class Cells:
                 own[first:] = [0] * len(own[first:])
 
     def _valid(self, source: Segment, size: int) -> list[int]:
-        """The first cells of a segment, which must be its context's."""
+        """Check that the first cells of a segment are those of its context."""
         cells = self.own(source)[:size]
         assert cells == cells_of(source.key)[source.start :][:size]
         return cells
 
     def _spoil(self, command: Command) -> None:
-        """Leave what a command writes half done."""
+        """Write only a part of what a command writes."""
         match command:
             case Resize():
                 self.slots = []
@@ -196,7 +196,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 12), fate=FATES)
     def ask_any(self, count: int, fate: str) -> None:
-        """Contexts that extend, cut, fork and repeat others, and new ones."""
+        """Contexts that extend, truncate, fork and repeat others, and new ones."""
         self._run([self._any() for _ in range(count)], fate)
 
     @rule(steps=st.integers(0, 9), fork=st.booleans(), fate=FATES)
@@ -210,7 +210,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(chunk=st.sampled_from([3, 16, 512, 2048]), fate=FATES)
     def ask_in_chunks(self, chunk: int, fate: str) -> None:
-        """A long context, each chunk of it beside those that grow."""
+        """A long context in chunks, each beside growing contexts."""
         whole = self._longer(self.random.choice(self.live), self._size() * 2)
         for stop in range(chunk, whole.length, max(chunk, whole.length // 5)):
             beside = [self._longer(one, 1) for one in self.live[:3]]
@@ -240,7 +240,7 @@ class PlannerMachine(RuleBasedStateMachine):
         return Wanted(tokens, one.version, min(keep, len(tokens)))
 
     def _new_tokens(self, count: int) -> tuple[int, ...]:
-        """Few different ones, so that contexts meet again."""
+        """Tokens with few different values, so that contexts often share prefixes."""
         return (self.random.randrange(3), *[self.random.randrange(2)] * count)[:count]
 
     def _size(self) -> int:
@@ -281,7 +281,7 @@ class PlannerMachine(RuleBasedStateMachine):
         self.table.fail_at = None
 
     def _let_go(self, command: Command | None) -> None:
-        """What a failed command may lose."""
+        """Forget the state that a failed command may have lost."""
         if isinstance(command, Resize):
             self.pinned.clear()
         if isinstance(command, Shift):
@@ -333,7 +333,7 @@ class PlannerMachine(RuleBasedStateMachine):
                 assert self.planner.known(each.sequence) == each.sequence.latest_start
 
     def _give_up_in_vain(self, batch: Sequence[Placement[Wanted]]) -> None:
-        """Where a slot stays as it is, all are dropped."""
+        """If giving up a batch fails, all state is dropped."""
         self.table.can_blank = False
         self.planner.abandon()
         self.table.can_blank = True
@@ -425,7 +425,7 @@ def test_any_sequence_of_plans_keeps_the_state_that_it_names() -> None:
 
 
 class Kept(Planner[Wanted]):
-    """One whose cells can be written."""
+    """A planner over a table whose cells can be written."""
 
     def __init__(
         self, budget: int, costs: SharingCosts = SHARING_COSTS[2], spare: int | None = None
@@ -463,7 +463,8 @@ def test_a_context_may_take_the_whole_budget() -> None:
 
 
 def test_a_trunk_that_two_sequences_compute_is_kept_once() -> None:
-    """Both want so many rows that waiting saves nothing, and one wants those that are known."""
+    """Both want so many rows that waiting saves nothing, and one of them wants rows of known
+    tokens."""
     kept = Kept(budget=1000)
     prompt = [1] * 20
     ask(kept, prompt[:5])
@@ -506,7 +507,7 @@ def test_a_pinned_context_that_is_computed_whole_takes_no_more_afterwards() -> N
 
 
 def test_room_beside_a_trunk_is_used() -> None:
-    """The limit is said beside what is used, to which a pinned trunk belongs."""
+    """The limit is given besides the used positions, which include a pinned trunk."""
     kept = Kept(budget=0, spare=20)
     ask(kept, [1] * 100)
     assert kept.pin(Wanted([1] * 100))
@@ -575,7 +576,7 @@ def test_forks_share_their_prompt_beside_a_longer_context() -> None:
 
 
 def test_all_waiting_sequences_are_counted() -> None:
-    """While a leader is computed, the rows of those that wait for another one are not there yet."""
+    """While one leader is computed, the sequences that wait for another have no rows yet."""
     kept = Kept(15_000, SharingCosts(plenty=10_000))
     asked = [Wanted([*[prompt] * 600, at]) for prompt in (1, 2) for at in range(8)]
     assert [one.trunk and one.trunk.size for one in kept.place(asked)] == [600, 600]
@@ -585,7 +586,7 @@ def test_all_waiting_sequences_are_counted() -> None:
 
 
 def test_a_known_sequence_is_not_inside_of_one_that_starts_behind_it() -> None:
-    """Its last position would be computed for nobody."""
+    """Otherwise its last position would be computed without being used."""
     kept = Kept(budget=1000)
     ask(kept, [1, 2, 3])
     ask(kept, [1, 2, 3, 4, 5])
@@ -644,7 +645,8 @@ def test_batch_given_up_by_a_later_call_cannot_be_committed(call: str) -> None:
 
 
 def test_memory_is_free_at_once_when_all_is_dropped() -> None:
-    """Without a search for garbage: a trunk and what stands on it refer to each other."""
+    """This must not need a garbage collection, although a trunk and its slots refer to each
+    other."""
     kept = Kept(budget=1000)
     gc.disable()
     try:

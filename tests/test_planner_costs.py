@@ -29,8 +29,8 @@ Cost = tuple[int, int, int, int]
 
 
 class Meter:
-    """A table that holds nothing and counts what is moved. Without a budget, it keeps two and a
-    half times what the largest batch took."""
+    """A table that holds nothing, and counts the moved positions. Without a budget, it keeps two
+    and a half times what the largest batch took."""
 
     def __init__(self, budget: int) -> None:
         self.moved = 0
@@ -135,7 +135,7 @@ def mixed() -> Program:
 
 
 def turns() -> Program:
-    """A conversation with several drafts of each answer, one of which is gone on with."""
+    """A conversation with several drafts of each answer, one of which is continued."""
     rng = random.Random(2)
     context: tuple[int, ...] = ()
     for _ in range(12):
@@ -174,7 +174,7 @@ def documents() -> Program:
 
 
 def chats() -> Program:
-    """Long conversations, one of which goes on at a time."""
+    """Long conversations, of which one is continued at a time."""
     rng = random.Random(9)
     live = [some(rng, rng.randrange(1500, 2500)) for _ in range(6)]
     for turn in range(60):
@@ -221,7 +221,7 @@ def some_get_long() -> Program:
 
 
 def alike_one_by_one() -> Program:
-    """Long contexts that begin alike come one after the other, beside short ones."""
+    """Long contexts with a common prefix arrive one after the other, beside short ones."""
     rng = random.Random(13)
     short, head = [some(rng, 60) for _ in range(32)], some(rng, 500)
     alike = [(*head, *some(rng, 900)) for _ in range(3)]
@@ -230,7 +230,7 @@ def alike_one_by_one() -> Program:
 
 
 def in_parts() -> Program:
-    """A lone long prompt, of which a part comes first: it stays a slot."""
+    """A single long prompt, of which a part arrives first. It stays a slot."""
     rng = random.Random(14)
     prompt = some(rng, 2000)
     yield [prompt[:1023]]
@@ -238,8 +238,8 @@ def in_parts() -> Program:
 
 
 def by_turns() -> Program:
-    """Two programs, whose contexts differ in length: a batch of the short ones must not drive out
-    the long ones."""
+    """Two programs with contexts of different length. A batch of the short ones must not evict the
+    long ones."""
     rng = random.Random(6)
     groups = [[some(rng, n) for _ in range(32)] for n in (45, 20)]
     for step in range(12):
@@ -298,7 +298,7 @@ def test_program_costs_the_recorded_number_of_tokens(name: str) -> None:
 
 
 def test_short_contexts_fit_beside_long_pinned_ones() -> None:
-    """A pinned slot would make all others as long."""
+    """A pinned slot would make all other slots as long."""
     rng = random.Random(1)
     planner: Planner[Wanted] = Planner(Meter(9_000))
     for length in (3000, 3000, 2000):
@@ -310,8 +310,8 @@ def test_short_contexts_fit_beside_long_pinned_ones() -> None:
 
 
 def test_all_slots_are_looked_at_only_when_some_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the budget is spent, every step with new slots needs room. What all slots have in
-    common is not looked for each time."""
+    """Once the budget is used up, every step with new slots needs room. The common prefixes of all
+    slots are not searched for each time."""
     looked: list[int] = []
 
     def seen(slots: Sequence[Slot]) -> list[Family]:

@@ -119,7 +119,7 @@ def test_equal_particles_are_computed_once_and_rows_belong_to_the_caller(mock, g
 
 
 class Wide(MockEngine):
-    """An engine with 100,000 tokens, whose rows cost little."""
+    """An engine with 100,000 tokens, whose rows are cheap to compute."""
 
     def __init__(self):
         super().__init__(ByteTokenizer(), row=self.by_length)

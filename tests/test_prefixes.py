@@ -1,4 +1,4 @@
-"""The prefix index: what it finds, how few keys it looks at, and the order of use."""
+"""The prefix index: what it finds, how few keys it compares, and the order of use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEYS = st.one_of(st.just(tuple), st.just(bytes))
 
 
 class Watched(tuple[int, ...]):
-    """A key that notes when it is looked at."""
+    """A key that records comparisons."""
 
     seen: ClassVar[set[int]] = set()
 

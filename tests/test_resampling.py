@@ -36,7 +36,8 @@ def logs(weights):
 
 
 def by_hand(weights, points):
-    """For each point in [0, 1), whose part of the whole weight it lies in, in exact numbers."""
+    """For each point in [0, 1), the index of the weight in whose share it lies, computed
+    exactly."""
     found = []
     for point in points:
         left = Fraction(point) * sum(map(Fraction, weights))

@@ -1,5 +1,5 @@
-"""Draws and scores from rows, where the engine makes none itself. That draws agree with rows, and
-what options and seeds do, is for the conformance suite, which draws on the mocks as well."""
+"""Samples and scores from rows, for engines without their own. The conformance suite, which also
+runs on the mocks, tests that samples agree with rows, and the effect of options and seeds."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def rows():
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("at_once", [1, 7000, 1 << 20])
 def test_draws_made_together_equal_draws_made_alone(monkeypatch, rows, on_cpu, at_once):
-    """Whatever their options, and one without mass among them."""
+    """They may have any options, and a row without mass may be among them."""
     hows = [{}, {"temperature": 0.0}, {"top_k": 20}, {"top_p": 0.7}, {"min_p": 0.1}]
     rows[4] = -math.inf
 
@@ -174,8 +174,8 @@ def test_sums_whose_last_bits_are_wrong_give_no_token_without_mass(monkeypatch):
 
 
 def test_gathered_draws_are_made_together(mock, monkeypatch):
-    """With the same numbers where they have to be made one by one; and one that fails disturbs no
-    other."""
+    """Samples drawn one by one use the same random numbers, and a failing one does not affect the
+    others."""
     monkeypatch.delattr(MockEngine, "genlm_sample")
     calls = []
 
@@ -202,7 +202,7 @@ def test_gathered_draws_are_made_together(mock, monkeypatch):
 
 
 async def test_draws_repeated_after_a_failure_use_the_same_random_numbers(mock, monkeypatch):
-    """Also the draws with other options, which had succeeded, count once."""
+    """Samples with other options, which had already succeeded, count once too."""
     hows = [{}, {"top_k": 20}]
 
     async def drawn():
@@ -226,7 +226,7 @@ async def test_draws_repeated_after_a_failure_use_the_same_random_numbers(mock, 
 
 
 def drawable(row, **options):
-    """The ids that are drawn, each with the probability that the drawer says it had."""
+    """The drawn ids, each with the probability that the drawer reports."""
     drawers = drawers_of(500, **options)
     drawn = draw_together(drawers, [row] * 500)
     return {i: math.exp(one.proposal_logprob) for i, one in zip(drawn, drawers, strict=True)}

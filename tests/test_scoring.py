@@ -55,7 +55,7 @@ class Batches(MockEngine):
 
 
 class Steps(ContinuousMockEngine):
-    """Is not told the width, so its scores are not taken."""
+    """An engine that does not take ``width``, so that its scores are not used."""
 
     def _score(self, query, tail):
         return scores_of(self, query, tail, self.width)
@@ -154,7 +154,7 @@ def test_every_window_of_a_long_text_may_begin_with_its_first_tokens(sharp, keep
 
 
 def _contexts(length, max_length, context_len):
-    """How many tokens stand before each one that is scored."""
+    """How many tokens come before each scored one."""
     contexts = {}
     for begin, first, end in rolling_windows(length, max_length, context_len):
         for i in range(first, end):

@@ -1,4 +1,4 @@
-"""The soak program finds what it looks for."""
+"""The soak program finds the faults that it looks for."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_leak_of_bytes_is_found(kind):
     ("hook", "calls"), [("genlm_next_token_logprobs", "5"), ("genlm_clear_kv_cache", "1")]
 )
 def test_a_call_that_hangs_is_shown(hook, calls):
-    """Also that of the program itself, after its users."""
+    """This includes a hang of the program itself, after its users have ended."""
     program = STUCK.replace("HOOK", hook).replace("CALLS", calls)
     ended = run_python(program)
     assert ended.returncode == 1

@@ -1,7 +1,6 @@
-"""What travels through the steps of a continuous engine: admission, drops, the wake-up, fairness.
+"""The steps of a continuous engine: admission, drops, the wake-up, fairness.
 
-The engine here blocks in every step until the test says what that step finished, or the core wakes
-it.
+The engine here blocks in every step until the test gives the step's results, or the core wakes it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.any_version
 
 @contextlib.contextmanager
 def opened(engine):
-    """A model of it, and threads that may ask it."""
+    """A model over the engine, and threads that may make requests."""
     with model_of(engine) as lm, ThreadPoolExecutor() as threads:
         yield lm, threads.submit
 
@@ -358,7 +357,8 @@ async def test_after_a_failure_requests_are_admitted_one_by_one_and_new_requests
 
 @pytest.mark.parametrize("continuous", [False, True])
 def test_kinds_of_requests_take_turns(mock, gate, continuous):
-    """A hundred rows wait. A cold one asked after them has its turn after one batch or two."""
+    """A hundred rows wait. A cold row that is requested after them gets its turn after one batch or
+    two."""
     lm = mock(batch_size=10, **({"continuous": True, "steps": 1} if continuous else {}))
     gate.shut()
     with ThreadPoolExecutor() as threads:

@@ -70,7 +70,7 @@ def test_invalid_text_or_conversation_is_rejected(mock, method, given, said):
 
 
 class Chat(ByteTokenizer):
-    """Its template joins the messages; it notes the options."""
+    """A tokenizer whose template joins the messages, and which records the options."""
 
     def apply_chat_template(self, messages, **options):
         self.options = options
@@ -122,7 +122,7 @@ class Unset(ByteTokenizer):
 
 
 class Built(Unset):
-    """As one of mistral-common's."""
+    """A tokenizer like those of mistral-common."""
 
     def apply_chat_template(self, messages, **options):
         return [1]
@@ -143,7 +143,7 @@ def test_whether_a_chat_template_is_needed_is_for_the_tokenizer_to_say():
 
 
 class Dropping(ByteTokenizer):
-    """As transformers: what a method does not know it drops."""
+    """A tokenizer whose methods drop unknown options, like those of transformers."""
 
     chat_template = "{{ messages }}{% if enable_thinking %}..."
     # Encode takes it as an argument too, as transformers' tokenizers do with some attributes.

@@ -36,7 +36,8 @@ BOTH = pytest.mark.parametrize("options", [{}, {"continuous": True, "steps": 1}]
 
 
 class Ranked:
-    """A function that knows of its calls: the token of a given rank, and its log-probability."""
+    """A function that gives the token of a given rank and its log-probability, and records its
+    calls."""
 
     def __init__(self):
         self.calls = []
@@ -435,7 +436,7 @@ def test_return_exceptions_goes_with_then(mock):
 
 
 class OneAtATime:
-    """Answers one context in a step; knows whose memory is kept."""
+    """An engine that answers one context in a step, and knows which rows' memory is kept."""
 
     tokenizer, vocab_size, max_context, device, model = ByteTokenizer(), 258, None, "cpu", None
 

@@ -1,4 +1,4 @@
-"""Wrappers that change rows, and what is refused at load."""
+"""Wrappers that change rows, and wrappers that are rejected at load."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def same(queries, rows):
 
 @dataclasses.dataclass
 class Power:
-    """Equal to any other of the same number, and of no hash."""
+    """A wrapper that equals any other with the same number, and is not hashable."""
 
     power: float
 
@@ -180,7 +180,7 @@ def test_several_apply_in_the_order_given():
 
 
 class PanicException(BaseException):
-    """As libraries in Rust raise it."""
+    """An exception as libraries in Rust raise it."""
 
 
 @engines

@@ -1,4 +1,4 @@
-"""What ``then`` returns is what the await gives: read by mypy, and not run."""
+"""The type of an awaited result is that of ``then``. This file is checked by mypy, and not run."""
 
 from __future__ import annotations
 

@@ -30,14 +30,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def ours() -> dict[str, Any]:
-    """What every program says here, by name."""
+    """The results of every program over this library, by name."""
     with clients.load(os.environ["GENLM_TEST_MODEL"]) as lm:
         return {name: clients.run(name, lm, seed=0, quick=True) for name in clients.SMALL}
 
 
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, Any]:
-    """What they say over genlm-backend."""
+    """The results of every program over genlm-backend, by name."""
     if (python := os.environ.get("GENLM_PEER_PYTHON")) is None:
         pytest.skip("GENLM_PEER_PYTHON does not name a Python with genlm-backend 0.3.1")
     done = subprocess.run(

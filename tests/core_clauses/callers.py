@@ -17,7 +17,7 @@ from genlm.core.types import TokenIds
 
 
 class CallerClauses:
-    """Callers do not disturb each other."""
+    """Clauses that callers do not affect each other."""
 
     def test_reset_fails_what_is_pending(self, live: Subject) -> None:
         """``reset_async_queries`` answers every waiting caller with an error at once; the model

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RowClauses:
-    """What a caller gets, and whose memory it is."""
+    """Clauses on the rows that a caller gets, and on who owns their memory."""
 
     def test_vocabulary_is_consistent(self, live: Subject) -> None:
         """``byte_vocab[i].token_id == i``, ``str_vocab`` is as long, and some tokens have bytes."""
@@ -66,8 +66,8 @@ class RowClauses:
 
 
 def every_way(live: Subject, context: TokenIds) -> dict[str, torch.Tensor]:
-    """The row of a context by every method that gives one; the first comes from the engine, others
-    perhaps from a cache."""
+    """The row of a context by every method that gives one. The first comes from the engine, the
+    others perhaps from a cache."""
     lm = live.lm
     return {
         "next_token_logprobs": live.run(lm.next_token_logprobs(context)),

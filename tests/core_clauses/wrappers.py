@@ -1,4 +1,4 @@
-"""Clauses on wrappers: one that changes rows is heard by every method."""
+"""Clauses on wrappers: a wrapper that changes rows affects every method."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Changing:
 
 
 class WrapperClauses:
-    """What a wrapper changes."""
+    """Clauses on what a wrapper changes."""
 
     def test_changed_rows_are_what_every_method_gives(self, live: Subject) -> None:
         """With a wrapper that changes rows, all ways of asking, draws and scores tell the changed

@@ -44,7 +44,7 @@ def lm() -> Iterator[AsyncLM]:
 def run_on_the_mock(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Runs an example with arguments; returns what it printed."""
+    """Runs an example with arguments, and returns its output."""
 
     def run(name: str, *arguments: str) -> str:
         program = str(FOLDER / f"{name}.py")

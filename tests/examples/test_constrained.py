@@ -1,4 +1,5 @@
-"""examples/constrained.py: its estimate against an exact sum, and against free draws."""
+"""examples/constrained.py: its estimate is compared with an exact sum, and with unconstrained
+samples."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_text_that_the_grammar_forces_begins_with_no_special_token(program):
 
 
 def test_the_estimate_is_unbiased(program, lm):
-    """With texts that do not end in time, whose weight is 0."""
+    """Texts that do not end in time count with weight 0."""
     language = language_of(program, lm, "[ab]{1,2}|c{3}")
     expected = exact(lm, [b"a", b"b", b"aa", b"ab", b"ba", b"bb"])
 

@@ -120,7 +120,7 @@ def test_a_context_begins_as_the_tokenizer_begins_texts_and_once(begins, begun):
 
 
 def test_windows_of_a_long_text_begin_with_the_tokenizers_first_token(begins):
-    """Each window, and a prompt that loses its beginning."""
+    """This concerns each window, and a prompt that loses its beginning."""
     lm, text = begins.lm, "The quick brown fox jumps over it."
     ids = lm.encode(text, add_special_tokens=False)
 

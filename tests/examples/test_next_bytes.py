@@ -1,4 +1,4 @@
-"""examples/next_bytes.py: over a byte tokenizer, what it prints can be computed by hand."""
+"""examples/next_bytes.py: over a byte tokenizer, its output can be computed by hand."""
 
 from __future__ import annotations
 

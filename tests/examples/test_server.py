@@ -1,4 +1,4 @@
-"""examples/server.py, asked by real HTTP clients."""
+"""examples/server.py, used by real HTTP clients."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_continuation_does_not_begin_a_text(client, lm, monkeypatch):
 
 
 def test_continuation_adds_no_space(client, lm, monkeypatch):
-    """SentencePiece puts a space before every text that it is given."""
+    """SentencePiece puts a space before every text."""
     encode = lm.encode
     monkeypatch.setattr(lm, "encode", lambda text, **options: encode(" " + text))
     score = client.post("/score", json={"text": "a", "continuation": " b"}).json()

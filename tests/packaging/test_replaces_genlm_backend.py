@@ -26,7 +26,7 @@ FORMER = {
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Our wheel, and one with the name and the paths of 0.3.1."""
+    """This project's wheel, and a wheel with the name and the paths of 0.3.1."""
     folder = tmp_path_factory.mktemp("wheels")
     build(COMPAT, "wheel", folder)
     (ours,) = folder.glob("*.whl")
@@ -102,8 +102,8 @@ def test_pip_replaces_one_by_the_other_and_a_mixture_says_so(
 
 
 def test_compatibility_package_is_mostly_re_exports() -> None:
-    """What behaviour a program needs is in the core or in a plugin. What 0.3 alone had, its
-    warnings, its check of a byte decoder, its cache as a mapping and its drawings of tries, is
-    here."""
+    """All behaviour that programs need is in the core or a plugin. Here are only the features of
+    0.3 alone: its warnings, its check of a byte decoder, its cache as a mapping, and its drawings
+    of tries."""
     lines = [line for file in COMPAT.glob("src/**/*.py") for line in file.read_text().splitlines()]
     assert 0 < len(lines) < 450

@@ -1,5 +1,5 @@
-"""What the distributions hold when they are built: other distributions share the ``genlm``
-namespace with them."""
+"""The contents of built distributions, which share the ``genlm`` namespace with other
+distributions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def distribution(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel of a distribution, built from its source archive, as PyPI's users get it."""
+    """The wheel of a distribution, built from its source archive as for PyPI."""
     built = tmp_path_factory.mktemp(distribution.name)
     build(distribution, "sdist", built)
     (archive,) = built.glob("*.tar.gz")

@@ -65,7 +65,7 @@ def browser() -> Iterator[Any]:
 
 
 class Visit:
-    """A page, what went wrong on it, and what it asked of other hosts."""
+    """A visited page, its errors, and its requests to other hosts."""
 
     def __init__(self, browser: Any, site: str, size: str) -> None:
         width, height = SIZES[size]

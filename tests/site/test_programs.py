@@ -1,4 +1,4 @@
-"""What the pages of the site show outside tutorials is run."""
+"""Runs the programs that pages of the site show outside tutorials."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 @pytest.fixture
 def printed_by(capsys: pytest.CaptureFixture[str], real_model: str) -> Callable[[str], str]:
-    """What the blocks of a text print on the real model."""
+    """The output of a text's blocks on the real model."""
     pytest.importorskip("genlm.hf", reason="the pages use genlm-hf, which is not installed here")
     # As in a process of its own, since other tests have configured structlog.
     structlog.reset_defaults()

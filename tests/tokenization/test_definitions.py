@@ -1,4 +1,4 @@
-"""Single features of a tokenizer's definition, and what is refused for them."""
+"""Single features of a tokenizer's definition, and which of them are rejected."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ CL100K = (
 
 
 def keeping(pattern):
-    """A byte-level tokenizer that keeps what a pattern matches."""
+    """A byte-level tokenizer that keeps only what a pattern matches."""
     split = p.Split(tok.Regex(pattern), "removed", invert=True)
     pieces = sorted(p.ByteLevel.alphabet())
     return tokenizer_of(pieces, d.ByteLevel(), p.Sequence([split, PLAIN]))
@@ -187,7 +187,7 @@ def test_split_that_keeps_only_matches_is_rejected(pattern):
 
 
 def reader_of(step):
-    """The decoder of what a step spells."""
+    """The decoder for a text that a step has spelled."""
     return d.ByteLevel() if "ByteLevel" in repr(step) else d.Metaspace()
 
 
@@ -380,7 +380,7 @@ def test_an_added_token_that_is_a_piece_is_verbatim_if_no_text_has_its_bytes(pie
 
 
 class Own:
-    """A tokenizer that says itself what its bytes are."""
+    """A tokenizer that gives its tokens' bytes itself."""
 
     def __init__(self, contents=(b"a", b"", b"\xe9")):
         self.contents = contents

@@ -1,5 +1,5 @@
-"""decode_vocab on a tokenizer of every family: texts come back, and each token is what its decoder
-makes of it."""
+"""decode_vocab on a tokenizer of every family: the tokens of a text give its bytes, and each token
+has the bytes that its decoder produces."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_tiktoken():
 
 
 class Slow:
-    """A tokenizer in Python, as older ones of Hugging Face are."""
+    """A tokenizer in Python, like older ones of Hugging Face."""
 
     def __init__(self, vocab, **attributes):
         self.vocab = vocab

@@ -92,7 +92,8 @@ def test_mistral_tokens(both):
 
 @pytest.mark.parametrize("file", [*MISTRAL][1:])
 def test_mistral_of_transformers(file):
-    """What ``AutoTokenizer`` gives for a folder with such a file, where mistral-common is there."""
+    """The tokenizer that ``AutoTokenizer`` gives for a folder with such a file, if mistral-common
+    is installed."""
     data = pytest.importorskip("mistral_common", reason="mistral-common ships real vocabularies")
     module = pytest.importorskip(
         "transformers.tokenization_mistral_common", reason="wraps mistral-common's tokenizers"

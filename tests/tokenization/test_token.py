@@ -1,4 +1,4 @@
-"""What a Token is to those who hold it."""
+"""The behaviour of Token for its users."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.any_version
 
 
 class Watched(TokenCharacterTrie):
-    """Notes the size of every batch, and waits where it is told to."""
+    """A kernel that records the size of every batch, and waits on request."""
 
     def __init__(self, decode, device=None):
         super().__init__(decode, device)

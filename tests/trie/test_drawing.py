@@ -1,4 +1,4 @@
-"""The trie as people see it."""
+"""Drawings of the trie."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class OnTorch(TokenCharacterTrie):
 
 
 class InBags(OnTorch):
-    """The other way of accelerators."""
+    """The alternative kernel for accelerators."""
 
     _device_kernel = BagKernel
 
@@ -83,7 +83,7 @@ on_a_device = pytest.mark.parametrize("kernel", [DeviceKernel, BagKernel])
 
 
 def by_definition(trie, ws, combine):
-    """For each node, what ``combine`` makes of the weights of the items that begin with its
+    """For each node, the result of ``combine`` for the weights of the items that begin with its
     letters, or of its item."""
     expected = np.empty(len(trie))
     for node in range(len(trie)):
@@ -431,7 +431,7 @@ def test_a_device_computes_in_float32_with_a_small_relative_error(kernel, vocabu
 
 @on_a_device
 def test_the_error_in_float32_stays_small_for_a_large_vocabulary(kernel):
-    """Of 100,000 items, all below one node, where errors of sequential sums would add up."""
+    """With 100,000 items below one node, the errors of sequential sums would add up."""
     words = [number.to_bytes(3, "big") for number in range(0, 1 << 24, 167)]
     ws = np.random.default_rng(0).lognormal(sigma=4.0, size=(4, len(words)))
     exact = TokenCharacterTrie(words).batch_weight_sum(ws)
@@ -440,7 +440,7 @@ def test_the_error_in_float32_stays_small_for_a_large_vocabulary(kernel):
 
 
 def test_bags_take_few_launches_for_any_number_of_rows_and_items(vocabulary, weights):
-    """A launch costs more than most of what it computes: that is what they are for."""
+    """A launch costs more than most of its computation, which is the reason for bags."""
     words = [number.to_bytes(3, "big") for number in range(0, 1 << 24, 167)]  # a level more
     for items, ws in ((vocabulary, weights), (words, np.ones((64, len(words))))):
         kernel, rows = made(BagKernel, items)._kernel, torch.from_numpy(ws).float()
