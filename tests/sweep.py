@@ -416,7 +416,7 @@ class EveryFamily:
         assert found.outcome not in ("wrong", "failed"), found
         assert before is None or before.outcome == outcome.outcome, (before, outcome)
 
-    def test_changed_settings_are_computed_or_refused(
+    def test_changed_settings_are_computed_or_rejected(
         self, family: str, table: list[Tried], tmp_path: Path
     ) -> None:
         found = self.sweep.of(family, tmp_path)

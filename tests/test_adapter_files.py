@@ -98,7 +98,7 @@ def test_a_plain_adapter_has_no_features(write):
         (f"{V}.something", Feature.OTHER),
     ],
 )
-def test_unsupported_feature_is_refused_by_its_setting_or_tensor(write, settings, feature):
+def test_unsupported_feature_is_rejected_by_its_setting_or_tensor(write, settings, feature):
     if isinstance(settings, str):
         adapter = read_adapter(write({**lora(Q), f"{PREFIX}{settings}": [8]}))
         named = settings

@@ -174,7 +174,7 @@ def test_the_page_on_choosing_says_what_each_backend_implements() -> None:
             assert (cell != "no") == has, f"{name}: {backend} is said to be {cell!r}"
 
 
-def test_the_workflows_run_sessions_that_there_are_on_every_python_and_for_every_plugin() -> None:
+def test_workflows_run_existing_sessions_for_every_python_and_plugin() -> None:
     said = "".join(file.read_text() for file in (TOP / ".github" / "workflows").glob("*.yml"))
     tasks = {
         node.name.replace("_", "-")

@@ -75,7 +75,7 @@ async def test_new_requests_join_a_continuous_engine_between_its_steps(mock, gat
     assert gate.batches == [[(0,)], [(0,), (1,)], [(0,), (1,)], [(1,)]]
 
 
-async def test_a_request_equal_to_one_under_way_is_answered_from_its_row(mock, gate):
+async def test_request_equal_to_a_running_one_shares_its_row(mock, gate):
     lm = mock()
     first = await busy(lm, gate, [1])
     (second,) = await started(lm.next_token_logprobs([1]))
@@ -133,7 +133,7 @@ def test_a_finished_batch_wakes_each_event_loop_once(mock):
         assert runner.get_loop().wakeups == 1
 
 
-def test_a_loop_closed_before_its_requests_left_is_let_go(mock):
+def test_loop_closed_before_its_batch_is_released(mock):
     lm = mock()
     loop = asyncio.new_event_loop()
     # The handler would report that the task never ended.
@@ -150,7 +150,7 @@ def test_a_loop_closed_before_its_requests_left_is_let_go(mock):
     assert gone() is None
 
 
-def test_a_loop_whose_requests_were_withdrawn_has_nothing_left_to_do(mock):
+def test_loop_with_withdrawn_requests_schedules_nothing(mock):
     lm = mock()
 
     async def calls_of_some_passes():

@@ -88,7 +88,7 @@ def test_the_committed_results_compare_with_themselves_and_are_the_page():
     ] == []
 
 
-def test_a_record_has_the_median_of_every_round_and_all_values_of_an_only_one():
+def test_record_has_medians_of_rounds_or_all_values_of_a_single_one():
     (run,) = runs_of("trie", "ours", 1)
     run["cases"][0]["values"] = [1.0, 2.0, 9.0]
     (several,) = cases_of(record([run, run | {"round": 1}]))
@@ -121,7 +121,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     return run
 
 
-def test_compare_prints_what_has_moved_and_writes_nothing(tmp_path, bench, capsys):
+def test_compare_prints_changes_and_writes_nothing(tmp_path, bench, capsys):
     """The results are compared with the stored ones of this machine."""
     here = results(10)
     elsewhere = [here[0] | {"machine": "another", "date": "2026-03-03"}]
@@ -163,7 +163,7 @@ def test_quick_figures_replace_no_others(tmp_path, bench):
 @pytest.mark.parametrize(
     ("flags", "vectors"), [("fpu avx2", "avx2"), ("avx2 avx512f avx512_bf16", "avx512_bf16")]
 )
-def test_processors_of_one_name_are_told_apart(tmp_path, monkeypatch, flags, vectors):
+def test_processors_with_equal_names_are_distinguished(tmp_path, monkeypatch, flags, vectors):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(
         f"cpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: {flags}\npower:\n\n"

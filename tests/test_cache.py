@@ -136,7 +136,7 @@ def test_an_uncached_request_bypasses_the_cache_both_ways(mock, gate):
     assert len(gate.batches) == 5
 
 
-async def test_clearing_while_a_batch_is_under_way_keeps_its_rows_out(mock, gate):
+async def test_rows_of_a_batch_during_clearing_are_not_cached(mock, gate):
     lm = mock()
     asked = await busy(lm, gate, [1])
     lm.clear_cache()

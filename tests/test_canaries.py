@@ -29,7 +29,7 @@ def test_every_canary_reports_execution(tmp_path):
         assert canary.sprung
 
 
-def test_the_chat_template_goes_off_where_templates_are_not_confined(tmp_path):
+def test_chat_template_canary_reports_execution_outside_the_sandbox(tmp_path):
     jinja2 = pytest.importorskip("jinja2")
     mark = tmp_path / "mark"
     jinja2.Template(ESCAPE.format(mark=str(mark))).render()

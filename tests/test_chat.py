@@ -53,7 +53,7 @@ def test_the_beginning_of_an_answer_keeps_the_white_space_at_its_ends(lm, templa
     assert lm.decode(ids) == "[user]\nAs JSON.<|eot|>\n[assistant]\n" + begun
 
 
-def test_the_beginning_of_an_answer_is_a_part_where_the_template_knows_parts_alone(lm):
+def test_answer_is_a_part_if_the_template_needs_parts(lm):
     template = TRIMS.replace(
         "{{ m['content'] | trim }}",
         "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] | trim }}"
@@ -75,7 +75,7 @@ def test_options_of_the_encoding_hold_for_the_beginning_of_an_answer(lm):
     assert lm.decode(short) == "[user]\nAs"
 
 
-def test_white_space_that_a_tokenizer_of_its_own_kind_loses_is_refused(lm, tokenizer):
+def test_white_space_that_a_tokenizer_of_its_own_kind_loses_is_rejected(lm, tokenizer):
     """mistral-common's tokenizer is of this kind: its ids are not those of a text."""
     whole = tokenizer.apply_chat_template
 

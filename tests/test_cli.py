@@ -299,7 +299,7 @@ def test_doctor_lists_the_machine_and_the_default_backend(
         ("echo 'no driver'; exit 9", "CUDA: nvidia-smi failed: no driver"),
     ],
 )
-def test_accelerators_are_what_their_tool_says(monkeypatch, tmp_path: Path, script, said):
+def test_accelerators_are_named_by_their_tool(monkeypatch, tmp_path: Path, script, said):
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
@@ -334,7 +334,7 @@ def test_doctor_counts_the_processors_that_this_process_may_use():
         os.sched_setaffinity(0, usable)
 
 
-def test_backends_lists_what_is_installed_and_what_could_be(install, genlm):
+def test_backends_lists_installed_and_installable_backends(install, genlm):
     header, *lines = genlm("backends").splitlines()
     assert header.split() == ["backend", "plugin", "engine", "runs", "here"]
     assert any(line.startswith("mock") and line.endswith("yes") for line in lines)

@@ -48,7 +48,7 @@ def test_query_of_an_extended_context_equals_query_of_its_ids(start, more):
 
 
 @pytest.mark.parametrize("ids", [(1, 2), Context((1, 2), 258)])
-def test_a_query_made_from_another_is_one_of_its_own(ids):
+def test_derived_query_is_independent(ids):
     query = Query(ids)
     for made, same in [
         (evolve(query, token_ids=(1, 2, 3)), Query((1, 2, 3))),

@@ -67,7 +67,7 @@ def rows_of(lm: AsyncLM, n: int, context: list[int]) -> tuple[list[torch.Tensor]
 
 
 @pytest.mark.parametrize("surplus", [0, 6, -6])
-def test_a_step_takes_as_many_operations_for_any_number_of_rows(surplus: int) -> None:
+def test_operations_of_a_step_do_not_depend_on_the_number_of_rows(surplus: int) -> None:
     with AsyncLM(lambda: Engine(WIDTH + surplus), backend="mine", check=False) as lm:
         (one,), few = rows_of(lm, 1, [7])
         rows, many = rows_of(lm, 200, [8])
@@ -77,7 +77,7 @@ def test_a_step_takes_as_many_operations_for_any_number_of_rows(surplus: int) ->
     assert many == few > 2
 
 
-def test_rows_whose_engine_leaves_out_their_padding_cost_the_core_nothing_more() -> None:
+def test_unpadded_rows_cost_the_core_no_further_operation() -> None:
     found = []
     for engine, surplus in ((Engine, 6), (WithoutPadding, 6), (WithoutPadding, 0)):
         with AsyncLM(lambda: engine(WIDTH + surplus), backend="mine", check=False) as lm:  # noqa: B023
@@ -100,7 +100,7 @@ def test_a_step_may_give_rows_with_and_without_padding(wrappers, monkeypatch) ->
         torch.testing.assert_close(row.sort().values, rows[0].sort().values)
 
 
-def test_a_row_without_padding_that_is_not_normalised_is_the_engines_fault() -> None:
+def test_unnormalised_unpadded_row_is_the_engines_error() -> None:
     class Cut(Engine):
         @hookimpl
         def genlm_step(self, queries, width):
@@ -199,7 +199,7 @@ def is_own(rows, contexts) -> bool:
     return all(map(torch.equal, rows, expected))
 
 
-def test_an_engine_may_write_a_batch_where_it_wrote_the_one_before_the_error() -> None:
+def test_engine_may_reuse_the_memory_of_a_batch_after_an_error() -> None:
     contexts = [[1], [2], [3], [9], [4], [5]]
     with AsyncLM(Batches, backend="mine") as lm:
         rows = gathered(*map(lm.next_token_logprobs, contexts))
@@ -211,7 +211,7 @@ def test_an_engine_may_write_a_batch_where_it_wrote_the_one_before_the_error() -
 
 
 @pytest.mark.parametrize("engine", [Batches, Steps])
-def test_an_engine_may_write_a_row_where_it_wrote_another_one_of_the_same_caller(engine) -> None:
+def test_engine_may_reuse_the_memory_of_the_same_callers_rows(engine) -> None:
     contexts = [[1], [2], [3]]
     with AsyncLM(lambda: engine(rows=1), backend="mine", batch_size=1) as lm:
         assert is_own(lm.batch_next_token_logprobs_sync(contexts), contexts)
@@ -221,7 +221,7 @@ def test_an_engine_may_write_a_row_where_it_wrote_another_one_of_the_same_caller
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-def test_a_mock_of_one_s_own_may_write_its_rows_into_one_array(continuous) -> None:
+def test_mock_subclass_may_reuse_one_array_for_its_rows(continuous) -> None:
     class Own(MockAsyncLM):
         array = np.empty(WIDTH, np.float32)
 

@@ -150,7 +150,7 @@ def test_the_author_of_a_hook_can_look_into_its_calls(mock):
     assert frame.f_locals["found"] == 7
 
 
-def test_a_dead_engine_is_not_kept_by_its_error():
+def test_error_does_not_keep_a_dead_engine_alive():
     engines: list[weakref.ref[object]] = []
 
     class Dying(MockEngine):
@@ -167,7 +167,7 @@ def test_a_dead_engine_is_not_kept_by_its_error():
     assert "raise EngineDeadError" in "".join(traceback.format_exception(kept.value))
 
 
-def test_an_adapter_that_does_not_load_leaves_nothing_in_its_error(mock, monkeypatch):
+def test_error_of_a_failed_adapter_keeps_nothing_alive(mock, monkeypatch):
     loaded: list[weakref.ref[torch.Tensor]] = []
 
     @hookimpl
@@ -268,7 +268,7 @@ def test_circle_of_three_models_raises_in_the_last_one():
     three.check(one)
 
 
-def test_two_models_that_ask_each_other_at_once_are_told_before_they_wait(mock, monkeypatch):
+def test_models_that_ask_each_other_at_once_get_errors_before_waiting(mock, monkeypatch):
     """The other model makes its request after the first check, and before this one counts as
     waiting."""
 
@@ -290,7 +290,7 @@ class Interrupt(BaseException):
 
 
 @pytest.mark.parametrize("error", [Interrupt, SystemExit])
-def test_close_ends_whatever_its_hook_raises(mock, monkeypatch, error):
+def test_close_succeeds_even_if_its_hook_raises(mock, monkeypatch, error):
     @hookimpl
     def fail(self):
         raise error

@@ -117,7 +117,7 @@ def printed(error: BaseException) -> str:
         ("sample_batch", "batch_sample"),
     ],
 )
-def test_python_adds_no_guess_to_what_is_known_of_a_name(mock, name: str, right: str) -> None:
+def test_python_adds_no_suggestion_to_a_known_hint(mock, name: str, right: str) -> None:
     with pytest.raises(AttributeError, match=right) as caught:
         getattr(mock(), name)
     assert "Did you mean" not in printed(caught.value)

@@ -161,7 +161,7 @@ def test_bad_sampling_options(mock, gate, arguments, message):
         {"min_p": 1},
     ],
 )
-def test_sampling_options_at_the_edge_of_what_is_accepted(mock, arguments):
+def test_extreme_sampling_options_are_accepted(mock, arguments):
     arguments = {"max_tokens": 1, "eos_token_ids": [], **arguments}
     assert len(asyncio.run(mock().sample([1], **arguments))) <= 1
 

@@ -178,7 +178,7 @@ def kill(lm: MockAsyncLM) -> None:
 
 
 @pytest.mark.parametrize("end", [MockAsyncLM.close, kill])
-def test_a_model_that_refused_requests_is_collected(end):
+def test_a_model_that_rejected_requests_is_collected(end):
     lm = MockAsyncLM(die_on=lambda query: query.token_ids == (13,))
     end(lm)
     for _ in range(2):
@@ -448,7 +448,7 @@ def test_a_forked_child_is_told_waits_for_no_lock_and_exits_cleanly():
     assert (result.stdout, result.stderr) == ("6\ntorch.Size([258])\n", "")
 
 
-def test_a_forked_child_loads_its_own_model_whatever_the_parent_does():
+def test_forked_child_can_load_a_model():
     """Another thread of the parent changes the collector's settings when the parent forks."""
     result = run_python("""
         import gc, os, signal, threading, warnings

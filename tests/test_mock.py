@@ -125,14 +125,14 @@ def test_mock_rejects_an_object_that_is_no_tokenizer(given):
         MockAsyncLM(given)
 
 
-def test_steps_are_those_of_the_continuous_mock():
+def test_mock_advances_in_the_steps_of_a_continuous_engine():
     with pytest.raises(InvalidOptionError, match="no option steps of its own; continuous=True"):
         MockAsyncLM(steps=3)
     with MockAsyncLM(steps=3, continuous=True) as lm:
         assert lm.next_token_logprobs_sync([1]).shape == (258,)
 
 
-def test_a_long_draw_is_that_of_the_rows_and_lets_others_between():
+def test_long_sample_follows_the_rows_and_lets_others_between():
     with MockAsyncLM() as lm:
         drawn = lm.sample_sync([1, 2], 300, [], seed=5)
         assert lm.stats.draws == 0

@@ -78,7 +78,7 @@ def test_a_folder_without_a_tokenizer(tmp_path, file):
         require_tokenizer(tmp_path, "")
 
 
-def test_one_file_is_a_model_where_it_holds_all_of_it(tmp_path):
+def test_single_file_with_a_whole_model_is_accepted(tmp_path):
     for file in ("model.gguf", "config.json", "model.safetensors"):
         (tmp_path / file).touch()
     require_model(str(tmp_path / "model.gguf"))
@@ -208,7 +208,7 @@ def test_answer_of_the_hub_decides_about_a_name(the_hub, kind, status, refused):
         require_model("no-such/model")
 
 
-def test_the_mock_says_what_it_takes():
+def test_mock_error_names_accepted_models():
     with pytest.raises(ModelNotFoundError, match="takes the name 'mock', or the folder of a token"):
         load_model_by_name("/no/such/folder", backend="mock")
 

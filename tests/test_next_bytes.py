@@ -148,7 +148,7 @@ def test_the_limit_is_the_number_of_contexts(vocab, target):
             asyncio.run(next_bytes_logprob(lm, [0], target, max_contexts=len(beginnings) - 1))
 
 
-def test_numpy_may_raise_at_what_is_too_small_for_a_float():
+def test_underflow_is_harmless_even_if_numpy_raises():
     def sure(token_ids):
         return torch.where(torch.arange(258) == 97, 0.0, -740.0 if len(token_ids) == 1 else -1e3)
 
@@ -189,7 +189,7 @@ def test_contexts_are_asked_together(lm):
     assert lm.stats.batches <= 5  # at most one for each token in a row
 
 
-def test_a_long_text_is_refused_without_a_look_at_the_whole(lm):
+def test_a_long_text_is_rejected_without_a_look_at_the_whole(lm):
     class Counting(TokenCharacterTrie):
         found = 0
 
@@ -234,7 +234,7 @@ def test_a_long_text_can_be_cancelled():
     target=text(0, 5),
 )
 @settings(max_examples=25)
-def test_the_next_byte_is_what_the_longer_texts_say(vocab, special, seed, target):
+def test_next_byte_probabilities_match_those_of_longer_texts(vocab, special, seed, target):
     random = Random(vocab, {i for i in special if i < len(vocab)}, seed, 1.0)
 
     async def compare():
@@ -299,7 +299,7 @@ def test_changing_the_ids_or_the_adapter_meanwhile_has_no_effect():
         assert found == asyncio.run(followed(lm, changes=False))
 
 
-def test_a_text_ends_with_its_adapter():
+def test_prefix_is_invalid_after_its_adapter_is_rebound():
     """Rows of two adapters make no distribution."""
 
     async def follow(lm: MockAsyncLM) -> None:
@@ -387,7 +387,7 @@ def test_invalid_arguments_are_rejected_by_name(lm):
             asyncio.run(ask)
 
 
-def test_a_trie_of_other_tokens_is_refused(lm):
+def test_a_trie_of_other_tokens_is_rejected(lm):
     tokens = lm.byte_vocab
     without = asyncio.run(next_bytes_logprob(lm, [0], b"ab"))
     equal = [Token(t.token_id, bytes(t), t.is_special) for t in tokens]

@@ -59,12 +59,12 @@ class Watcher:
         ({"check": "no"}, "check must be True, False or None; got 'no'"),
     ],
 )
-def test_values_that_are_refused(options, message):
+def test_values_that_are_rejected(options, message):
     with pytest.raises(InvalidOptionError, match=message):
         CoreOptions(**options)
 
 
-def test_by_default_nothing_waits_and_a_batch_has_no_limit():
+def test_defaults_wait_for_nothing_and_do_not_limit_batches():
     assert (CoreOptions().timeout, CoreOptions().batch_size) == (0, None)
     assert CoreOptions(timeout=threading.TIMEOUT_MAX).timeout == threading.TIMEOUT_MAX
 
@@ -103,7 +103,7 @@ def test_the_environment_asks_for_verification_where_no_option_does(
     assert CoreOptions(verify=given).verification is verifies
 
 
-def test_a_backend_that_verifies_nothing_says_what_does():
+def test_error_without_verification_names_backends_that_verify():
     with pytest.raises(InvalidOptionError, match="genlm verify mock --backend mock"):
         load_model_by_name("mock", "mock", verify=True)
     load_model_by_name("mock", "mock", verify=False).close()

@@ -94,7 +94,7 @@ def test_how_many_is_checked(mock, n) -> None:
         ({"xyzzy": 3}, "no argument xyzzy; it has prompt_token_ids, max_tokens, eos_token_ids,"),
     ],
 )
-def test_a_keyword_that_sample_lacks_is_an_option_refused(mock, given, said) -> None:
+def test_a_keyword_that_sample_lacks_is_an_option_rejected(mock, given, said) -> None:
     with pytest.raises(InvalidOptionError, match=said):
         mock().sample_sync([1], **given)
     with pytest.raises(InvalidOptionError, match=r"^sample has no argument"):

@@ -585,7 +585,7 @@ def test_all_waiting_sequences_are_counted() -> None:
     assert [one.trunk for one in kept.place(asked[:8])] == [None]
 
 
-def test_a_known_sequence_is_not_inside_of_one_that_starts_behind_it() -> None:
+def test_known_sequence_is_not_inside_one_that_starts_after_it() -> None:
     """Otherwise its last position would be computed without being used."""
     kept = Kept(budget=1000)
     ask(kept, [1, 2, 3])

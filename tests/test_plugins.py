@@ -263,7 +263,7 @@ def test_a_module_without_a_required_hook(install):
         ),
     ],
 )
-def test_an_engine_that_is_refused_is_closed(attributes, refusal, message):
+def test_an_engine_that_is_rejected_is_closed(attributes, refusal, message):
     closed = []
 
     @hookimpl
@@ -276,7 +276,7 @@ def test_an_engine_that_is_refused_is_closed(attributes, refusal, message):
     assert len(closed) == 1
 
 
-def test_an_engine_without_attributes_is_closed_and_a_failure_of_that_is_logged_alone():
+def test_engine_without_attributes_is_closed_and_failed_closing_only_logged():
     class Bare:
         @hookimpl
         def genlm_close(self):
@@ -326,7 +326,7 @@ def test_supports_knows_the_hooks(mock, name, said):
 
 
 @pytest.mark.parametrize("width", [300, 258, 200])
-def test_rows_are_brought_to_the_width_of_the_byte_vocabulary_and_are_the_callers_own(width):
+def test_rows_have_the_vocabularys_width_and_belong_to_the_caller(width):
     class Padded(Plain):
         vocab_size = width
 

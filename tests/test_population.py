@@ -91,7 +91,7 @@ def test_tokens_lengths_and_ends(mock):
     assert (particles.n, len(particles.prompt), particles.device.type) == (3, 2, "cpu")
 
 
-def test_rows_are_those_of_the_contexts_and_of_ended_ones_their_last_token_s(mock):
+def test_ended_particles_have_rows_of_their_last_token(mock):
     lm = mock()
     particles = lm.population(PROMPT, 3)
     particles.extend([1, 2, END], ended=[False, True, True])
@@ -160,7 +160,7 @@ def test_a_large_population_gives_its_rows_in_parts():
         assert lm.stats.rows == n
 
 
-def test_a_request_that_fails_leaves_the_population_as_it_was(mock):
+def test_failed_request_leaves_the_population_unchanged(mock):
     lm = mock(fail_on=lambda query: query.token_ids == (*PROMPT, 66))
     particles = lm.population(PROMPT, 2)
     particles.extend([65, 66])
@@ -186,7 +186,7 @@ def test_a_request_that_fails_leaves_the_population_as_it_was(mock):
         (lambda p: p.select([-1, 1, 2]), InvalidInputError, "0 to 2"),
     ],
 )
-def test_wrong_arguments_are_refused_and_change_nothing(mock, call, error, said):
+def test_wrong_arguments_are_rejected_and_change_nothing(mock, call, error, said):
     particles = mock().population(PROMPT, 3)
     with pytest.raises(error, match=said):
         call(particles)
@@ -195,7 +195,7 @@ def test_wrong_arguments_are_refused_and_change_nothing(mock, call, error, said)
     assert not particles.ended.any()
 
 
-def test_the_token_of_an_ended_particle_means_nothing(mock):
+def test_token_given_for_an_ended_particle_is_ignored(mock):
     particles = mock().population(PROMPT, 2)
     particles.extend([1, 2], ended=[True, False])
     particles.extend([999, 3])
@@ -208,7 +208,7 @@ def test_the_number_of_particles_is_checked(mock, n):
         mock().population(PROMPT, n)
 
 
-def test_contexts_that_grow_too_long_are_refused(mock):
+def test_contexts_that_grow_too_long_are_rejected(mock):
     particles = mock(max_context=4).population(PROMPT, 2)
     for _ in range(2):
         asyncio.run(particles.logprobs())

@@ -161,7 +161,7 @@ def test_masses_of_prefixes_are_those_of_the_trie(mock, device):
         lambda k: (likeliest, [3] * k),
     ],
 )
-def test_a_device_is_asked_as_often_for_any_number_of_callers(give):
+def test_waits_for_a_device_do_not_depend_on_the_number_of_callers(give):
     def launches(k):
         function, *columns = give(k)
         rows = torch.randn(k, 258).log_softmax(-1)
@@ -172,7 +172,7 @@ def test_a_device_is_asked_as_often_for_any_number_of_callers(give):
     assert launches(200) == launches(2)
 
 
-def test_draws_of_a_program_are_as_by_rows(mock):
+def test_program_with_reductions_draws_the_same_tokens_as_with_rows(mock):
     async def by_rows(lm, ids, uniform, allowed):
         row = await lm.next_token_logprobs(ids)
         mass = row[allowed].double().exp().cumsum(0)

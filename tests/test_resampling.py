@@ -122,6 +122,6 @@ def test_the_mean_of_no_weight_is_minus_infinity():
         (lambda: log_mean_weight("abc"), "a vector"),
     ],
 )
-def test_wrong_weights_and_numbers_are_refused(call, said):
+def test_wrong_weights_and_numbers_are_rejected(call, said):
     with pytest.raises(InvalidInputError, match=said):
         call()

@@ -44,7 +44,7 @@ def test_the_core_draws_what_the_native_sampler_draws(mock, monkeypatch, gate, h
     assert len(gate.batches) > 2
 
 
-def test_no_tokens_ask_nothing(mock, gate):
+def test_sampling_no_tokens_requests_nothing(mock, gate):
     assert mock().sample_sync([1], 0, []) == []
     assert gate.batches == []
 
@@ -125,7 +125,7 @@ def test_draws_made_together_equal_draws_made_alone(monkeypatch, rows, on_cpu, a
     "options",
     [{}, {"temperature": 0.0}, {"top_k": 20}, {"top_p": 0.7}, {"min_p": 0.1}],
 )
-def test_a_gpu_would_launch_as_many_kernels_for_any_number(monkeypatch, rows, options):
+def test_kernels_of_sampling_do_not_depend_on_the_number_of_rows(monkeypatch, rows, options):
     monkeypatch.setattr(drawer, "on_cpu", lambda device: False)
     counts = []
     for count in (3, 30):
@@ -150,7 +150,7 @@ def test_a_gpu_is_waited_for_once_for_draws_of_several_kinds(monkeypatch, rows, 
 
 
 @pytest.mark.parametrize("options", [{"top_k": 20}, {"top_p": 0.7}])
-def test_a_gpu_is_waited_for_as_often_for_any_number_of_draws(monkeypatch, rows, options):
+def test_waits_for_a_gpu_do_not_depend_on_the_number_of_samples(monkeypatch, rows, options):
     monkeypatch.setattr(drawer, "on_cpu", lambda device: False)
     waits = []
     for count in (3, 30):
@@ -160,7 +160,7 @@ def test_a_gpu_is_waited_for_as_often_for_any_number_of_draws(monkeypatch, rows,
     assert waits[0] == waits[1] <= 3, "whether the likeliest suffice, and whether some are equal"
 
 
-def test_sums_whose_last_bits_are_wrong_give_no_token_without_mass(monkeypatch):
+def test_inexact_sums_never_draw_a_token_without_mass(monkeypatch):
     monkeypatch.setattr(drawer, "on_cpu", lambda device: False)
     exact = torch.Tensor.cumsum
 

@@ -174,7 +174,7 @@ def test_no_window_is_longer_and_no_context_shorter_than_was_asked(length, conte
         assert contexts[length - 1] == 5
 
 
-def test_the_whole_text_where_it_fits(mock):
+def test_text_that_fits_has_one_window(mock):
     lm = mock()
     ids = list(range(20))
     whole = lm.sequence_logprobs_sync(ids[:1], ids[1:])

@@ -65,7 +65,7 @@ class Leaking:
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-def test_nothing_is_found_on_the_mock(continuous):
+def test_soak_of_the_mock_finds_nothing(continuous):
     one = soak(continuous=continuous)
     assert one.run(), one.findings
     assert one.counts["answers"] > 0

@@ -15,7 +15,7 @@ from genlm.core.runtime.timeline import STAGES, Timeline
 from .conftest import PATIENCE
 
 
-def test_stages_add_up_and_a_signal_handler_may_ask_for_them_while_one_is_added():
+def test_signal_handler_may_read_stages_while_they_are_updated():
     clock = map(float, itertools.count(1)).__next__  # each reading is one second later
     timeline = Timeline(clock=clock)
 

@@ -251,7 +251,7 @@ def test_result_of_a_step_that_is_no_answer_ends_the_engine(answers):
         lm.next_token_logprobs_sync([1])
 
 
-def test_one_answer_needs_no_list():
+def test_step_may_return_a_single_answer_without_a_list():
     class One(ContinuousMockEngine):
         @hookimpl
         def genlm_step(self, queries):

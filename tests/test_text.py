@@ -202,7 +202,7 @@ def dropping():
         ),
     ],
 )
-def test_an_option_that_the_tokenizer_would_drop_is_refused(dropping, ask, meant):
+def test_an_option_that_the_tokenizer_would_drop_is_rejected(dropping, ask, meant):
     with pytest.raises(InvalidOptionError, match=meant):
         ask(dropping)
 
@@ -229,7 +229,7 @@ def test_options_that_a_tokenizer_takes_at_any_depth(dropping):
         (None, [], [256]),
     ],
 )
-def test_the_end_of_a_text_is_what_the_tokenizer_says(named, ids, special):
+def test_end_tokens_come_from_the_tokenizer(named, ids, special):
     class Named(ByteTokenizer):
         eos_token_id = named
 
@@ -246,7 +246,7 @@ def test_the_end_of_a_text_is_what_the_tokenizer_says(named, ids, special):
         assert lm.sample_sync([1], 5, [], temperature=0) == [257] * 5  # [] means none
 
 
-def test_the_end_of_a_text_is_also_what_the_engine_says():
+def test_end_tokens_also_come_from_the_engine():
     engine = MockEngine(ByteTokenizer())
     engine.eos_token_ids = [257, 7, 258, -1]  # two of these are not tokens
     with AsyncLM(lambda: engine, backend="mock") as lm:
@@ -266,7 +266,7 @@ async def test_blocking_siblings_answer_the_same_also_inside_a_running_loop(mock
 
 
 @pytest.mark.filterwarnings("error")  # warnings about a coroutine that was never awaited
-def test_blocking_siblings_raise_what_the_others_raise(mock):
+def test_blocking_methods_raise_the_same_errors_as_coroutines(mock):
     lm = mock(fail_on=lambda query: query.token_ids == (13,))
     with pytest.raises(EngineError, match=r"failed on the context \[13\]"):
         lm.sample_sync([13], 5, [])

@@ -182,7 +182,7 @@ def test_function_that_runs_out_of_memory_gets_fewer_rows(mock):
     assert max(sizes[1:]) < 10
 
 
-def test_another_number_of_results_is_refused_for_all_and_by_name(mock):
+def test_another_number_of_results_is_rejected_for_all_and_by_name(mock):
     calls = []
 
     @together
@@ -209,7 +209,7 @@ def test_an_exception_among_the_results_is_raised_by_its_caller_alone(mock):
     assert isinstance(outcomes[2], KeyError)
 
 
-def test_a_function_that_asks_its_own_model_is_refused_and_another_model_answers(mock):
+def test_a_function_that_asks_its_own_model_is_rejected_and_another_model_answers(mock):
     lm, other = mock(), mock()
     own = together(lambda rows: [lm.next_token_logprobs_sync([9])] * len(rows))
     (refused,) = gathered(lm.next_token_logprobs([6], then=own()))
@@ -219,7 +219,7 @@ def test_a_function_that_asks_its_own_model_is_refused_and_another_model_answers
     assert row.equal(other.next_token_logprobs_sync([9]))
 
 
-def test_the_end_of_another_model_does_not_end_this_one(mock):
+def test_engine_dead_error_of_a_function_fails_only_its_caller(mock):
     def dead(rows):
         raise EngineDeadError("the other one")
 
@@ -254,7 +254,7 @@ async def test_a_function_that_blocks_holds_its_model_and_no_event_loop(mock):
     assert (await other).shape == (258,)
 
 
-async def test_a_cancelled_caller_disturbs_nobody(mock, gate, ranked):
+async def test_cancelled_caller_does_not_affect_others(mock, gate, ranked):
     lm = mock()
     first = await busy(lm, gate, [0])
     asked = [
@@ -372,7 +372,7 @@ def test_the_result_of_an_error_of_the_engine_is_that_error(mock, ranked):
 
 
 @BOTH
-def test_a_batch_call_takes_one_for_all_or_one_for_each(mock, ranked, options):
+def test_batch_call_takes_one_function_for_all_or_one_for_each(mock, ranked, options):
     lm = mock(**options)
     contexts = [[at, at] for at in range(6)]
     rows = [*lm.batch_next_token_logprobs_sync(contexts)]

@@ -52,7 +52,7 @@ def messages(mock, install, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
-def test_every_heading_is_what_an_error_says(messages):
+def test_every_heading_is_the_text_of_an_error(messages):
     assert len(HEADINGS) == 10
     for heading in HEADINGS:
         words = re.sub(r"'(hf|vllm)'|mock$", "...", heading)

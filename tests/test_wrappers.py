@@ -103,7 +103,7 @@ def test_a_processor_is_called_once_for_what_a_batch_or_step_finished(engine):
     assert abs(row.logsumexp(0)) < 1e-5
 
 
-def test_a_row_whose_mass_is_all_on_tokens_that_the_model_lacks_has_none():
+def test_row_with_mass_only_on_missing_tokens_has_no_mass():
     class Narrow(MockEngine):
         def row(self, query):
             return super().row(query)[:200].log_softmax(-1)
@@ -232,7 +232,7 @@ def test_invalid_result_of_a_processor_names_it(returned, wrong):
         lm.next_token_logprobs_sync([1])
 
 
-def test_a_wrapper_that_gives_its_own_plugin_error_is_quoted_as_it_is():
+def test_wrappers_own_plugin_error_is_unchanged():
     def refuse(queries, rows):
         raise PluginError("a grammar has no end; give it one")
 
@@ -330,7 +330,7 @@ def test_wrapper_with_an_invalid_hook_is_rejected(wrapper, said):
         opened(MockEngine, wrapper)
 
 
-def test_an_engine_whose_hook_is_marked_as_a_wrapper_is_refused():
+def test_an_engine_whose_hook_is_marked_as_a_wrapper_is_rejected():
     marked = hookimpl(wrapper=True)(around)
     with pytest.raises(PluginError, match=r"Around .*_logprobs is marked as a wrapper"):
         opened(type("Around", (MockEngine,), {"genlm_next_token_logprobs": marked}))

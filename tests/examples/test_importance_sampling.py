@@ -84,7 +84,7 @@ def test_the_figures_of_an_estimate(program):
     assert program.estimate(draws[3:]).effective_size == 0.0
 
 
-def test_a_text_that_does_not_end_in_time_weighs_nothing(program, lm):
+def test_text_that_does_not_end_in_time_has_weight_zero(program, lm):
     constraint = program.Constraint(lm, r"[ab]{9,}")
     (only,) = asyncio.run(program.draw_many(lm, PROMPT, constraint, 3, n=1, seed=0))
     assert only.log_weight == -math.inf

@@ -83,7 +83,7 @@ def test_twelve_clients_get_the_rows_of_the_model(client, lm):
         assert (found, logprob) == (best.text, pytest.approx(best.logprob))
 
 
-def test_scores_draws_and_what_is_refused(client, lm):
+def test_server_scores_samples_and_rejects_bad_requests(client, lm):
     score = client.post("/score", json={"text": "a", "continuation": "bc"}).json()
     expected = lm.sequence_logprobs_sync(lm.encode("a"), lm.encode("bc")).sum()
     assert score == pytest.approx(float(expected))
@@ -115,7 +115,7 @@ def test_continuation_adds_no_space(client, lm, monkeypatch):
     assert score == pytest.approx(float(lm.sequence_logprobs_sync([*b" a"], [*b" b"]).sum()))
 
 
-def test_a_continuation_inside_a_word_is_encoded_alone_or_refused(example, lm, monkeypatch):
+def test_a_continuation_inside_a_word_is_encoded_alone_or_rejected(example, lm, monkeypatch):
     encoded = example("server").encoded
     tokens = {"He": [1], "llo": [*b"llo"], "Hello": [2]}
     monkeypatch.setattr(lm, "encode", lambda text, **options: tokens[text])

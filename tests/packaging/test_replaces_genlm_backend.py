@@ -84,7 +84,7 @@ class Environment:
         return (done.stdout or done.stderr).strip().splitlines()[-1]
 
 
-def test_pip_replaces_one_by_the_other_and_a_mixture_says_so(
+def test_pip_replaces_genlm_backend_and_a_mixture_is_reported(
     tmp_path: Path, wheels: dict[str, Path]
 ) -> None:
     environment = Environment(tmp_path)

@@ -42,7 +42,7 @@ def wheel(distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfi
     return zipfile.ZipFile(path)
 
 
-def test_the_namespace_belongs_to_nobody(wheel: zipfile.ZipFile) -> None:
+def test_no_wheel_owns_the_namespace(wheel: zipfile.ZipFile) -> None:
     assert "genlm/__init__.py" not in wheel.namelist()
 
 

@@ -93,7 +93,7 @@ def test_decoders(steps, expected):
         (d.Decoder.custom(object()), "Python code"),
     ],
 )
-def test_a_decoder_that_looks_at_neighbours_is_refused(decoder, reason):
+def test_a_decoder_that_looks_at_neighbours_is_rejected(decoder, reason):
     refuses(tokenizer_of(["a"], decoder), reason)
 
 
@@ -105,7 +105,7 @@ def test_a_decoder_that_looks_at_neighbours_is_refused(decoder, reason):
         (bpe({"a": 0}, continuing_subword_prefix="##"), "continuing_subword_prefix '##'"),
     ],
 )
-def test_a_model_that_drops_spaces_is_refused(model, reason):
+def test_a_model_that_drops_spaces_is_rejected(model, reason):
     refuses(with_model(model), reason)
 
 
@@ -124,7 +124,7 @@ def test_a_model_that_drops_spaces_is_refused(model, reason):
         (p.UnicodeScripts(), r"UnicodeScripts, .* keep ' ' of the text ' a'"),
     ],
 )
-def test_a_pre_tokenizer_that_removes_text_is_refused(before, reason):
+def test_a_pre_tokenizer_that_removes_text_is_rejected(before, reason):
     refuses(tokenizer_of(["a"], d.ByteLevel(), p.Sequence([before, PLAIN])), reason)
 
 
@@ -214,7 +214,7 @@ LOSES_SPACES = "WhitespaceSplit does not keep the white space"
         ([p.WhitespaceSplit(), p.ByteLevel(add_prefix_space=True)], LOSES_SPACES),
     ],
 )
-def test_steps_that_change_the_text_between_them_are_refused(steps, reason):
+def test_steps_that_change_the_text_between_them_are_rejected(steps, reason):
     refuses(tokenizer_of(["a"], reader_of(steps), p.Sequence(steps)), reason)
 
 
@@ -226,7 +226,7 @@ def test_steps_that_change_the_text_between_them_are_refused(steps, reason):
         (p.Metaspace(), d.ByteLevel()),
     ],
 )
-def test_a_decoder_of_another_spelling_is_refused(pre_tokenizer, decoder):
+def test_a_decoder_of_another_spelling_is_rejected(pre_tokenizer, decoder):
     refuses(tokenizer_of(["a"], decoder, pre_tokenizer), "components belong together")
 
 
@@ -284,13 +284,13 @@ def test_whatever_is_accepted_keeps_the_text(spelling, before, after, normalizer
 # --- hostile files --------------------------------------------------------------------------------
 
 
-def test_a_token_id_beyond_all_reason_is_refused_before_memory_is_taken():
+def test_a_token_id_beyond_all_reason_is_rejected_before_memory_is_taken():
     with pytest.raises(VocabularyError, match="token id 2147483648, but ids must be below 4194304"):
         decode_vocab(with_model(bpe({"a": 0, "b": 2**31})))
 
 
 @pytest.mark.parametrize("where", ["decoder", "pre_tokenizer"])
-def test_a_regular_expression_that_takes_too_many_steps_is_refused(where):
+def test_a_regular_expression_that_takes_too_many_steps_is_rejected(where):
     pattern = tok.Regex(r"(.+)+\d$")
     decoder = d.Replace(pattern, "x") if where == "decoder" else d.Fuse()
     tokenizer = tokenizer_of(["a" * 40 + "b"], decoder)
@@ -409,7 +409,7 @@ def test_strings_of_bytes_that_are_not_utf_8(tokenizer, fallback, expected):
     assert str_vocab == ["a", "", expected]
 
 
-def test_an_unknown_fallback_is_refused():
+def test_an_unknown_fallback_is_rejected():
     with pytest.raises(InvalidOptionError, match="'tokenizer', 'latin1' or 'replace'"):
         decode_vocab(Own(), byte2str_fallback="ascii")
 
@@ -422,6 +422,6 @@ def test_an_unknown_fallback_is_refused():
         (itertools.repeat(b"a"), "ids must be below 4194304"),
     ],
 )
-def test_token_bytes_that_are_no_vocabulary_are_refused(token_bytes, reason):
+def test_token_bytes_that_are_no_vocabulary_are_rejected(token_bytes, reason):
     with pytest.raises(VocabularyError, match=reason):
         decode_vocab(Own(token_bytes))

@@ -19,7 +19,7 @@ KNOWN = st.text(st.sampled_from(" \n\tabcdefghi.,:;éüß狐😀1234"))
 
 
 @given(st.data())
-def test_the_tokens_of_a_text_are_its_bytes(family, data):
+def test_tokens_of_a_text_join_to_its_bytes(family, data):
     name, tokenizer = family
     byte_vocab, _ = decode_vocab(tokenizer)
     text = data.draw(KNOWN if name == "unigram" else TEXTS)
@@ -28,7 +28,7 @@ def test_the_tokens_of_a_text_are_its_bytes(family, data):
     )
 
 
-def test_each_token_is_what_the_decoder_makes_of_it(family):
+def test_token_bytes_match_the_decoder(family):
     name, tokenizer = family
     byte_vocab, _ = decode_vocab(tokenizer)
     verbatim = tokenizer.get_added_tokens_decoder() if name == "deepseek_coder" else {}
@@ -159,6 +159,6 @@ def test_slow_tokenizers(vocab, attributes, expected):
         (object(), "object is not a tokenizer of a known family"),
     ],
 )
-def test_tokenizer_of_an_unknown_family_is_refused(tokenizer, reason):
+def test_tokenizer_of_an_unknown_family_is_rejected(tokenizer, reason):
     with pytest.raises(VocabularyError, match=f"Could not decode byte representation .*{reason}"):
         decode_vocab(tokenizer)

@@ -68,7 +68,7 @@ def test_a_copy_keeps_its_id_and_whether_it_is_special(again, special, token_id)
     assert hash(token) == hash(token_id)
 
 
-def test_wrong_types_are_refused() -> None:
+def test_wrong_types_are_rejected() -> None:
     with pytest.raises(TypeError, match="token_id must be an int"):
         Token("1", b"a")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="byte_string must be bytes"):
@@ -108,7 +108,7 @@ def test_token_accepts_attributes_but_its_own_are_read_only() -> None:
 
 
 @pytest.mark.parametrize("collecting", [True, False])
-def test_garbage_is_collected_as_before(collecting: bool) -> None:
+def test_tokens_do_not_change_garbage_collection(collecting: bool) -> None:
     before = gc.isenabled()
     try:
         (gc.enable if collecting else gc.disable)()

@@ -38,7 +38,7 @@ def test_drawing_shows_every_node_below_its_parent(trie):
     assert {text for _, text in lines(drawing)} >= {r"'\n'", "'é'", r"'\\xff'"}
 
 
-def test_a_large_trie_is_drawn_where_it_is_heaviest(trie):
+def test_drawing_of_a_large_trie_shows_the_heaviest_nodes(trie):
     assert lines(trie.draw(trie.weight_sum(WEIGHTS), max_nodes=3)) == [
         ("1", "''  (3 more below)"),
         ("0.75", "'t'"),
@@ -46,7 +46,7 @@ def test_a_large_trie_is_drawn_where_it_is_heaviest(trie):
     ]
 
 
-def test_the_cost_of_a_drawing_is_that_of_the_nodes_it_draws():
+def test_drawing_costs_only_the_drawn_nodes():
     """For a vocabulary, dictionaries of all nodes took more than a second."""
     words = [number.to_bytes(2, "big") for number in range(1 << 16)]
     trie = TokenCharacterTrie(words)
@@ -66,7 +66,7 @@ def test_without_weights_items_are_counted_and_log_weights_can_be_drawn(trie):
     assert lines(trie.draw(trie.weight_max(logs)))[-1] == ("-inf", "item 4")
 
 
-def test_a_symbol_that_is_no_byte_is_written_as_it_is():
+def test_symbol_that_is_not_a_byte_is_drawn_unchanged():
     assert "'256'" in TokenCharacterTrie([(256,)]).draw()
 
 

@@ -36,12 +36,12 @@ def test_special_tokens_are_not_text(trie):
 
 
 @pytest.mark.parametrize("prefix", [b" zzz", b"abbb"])
-def test_a_prefix_of_nothing_has_no_node_and_no_mass(trie, prefix):
+def test_unknown_prefix_has_no_node_and_no_mass(trie, prefix):
     assert trie.find(prefix) is None
     assert trie.mass(ROW, prefix) == 0.0
 
 
-def test_a_str_is_refused_where_symbols_are_bytes(trie):
+def test_a_str_is_rejected_where_symbols_are_bytes(trie):
     with pytest.raises(
         InvalidInputError, match=r"symbols of this trie are bytes; got the str 'ab'"
     ):
@@ -53,7 +53,7 @@ def test_a_str_is_refused_where_symbols_are_bytes(trie):
 
 
 @pytest.mark.parametrize("given", [[7042], [b"a"], ["a"], [None], 97, None, [-1]])
-def test_token_ids_and_lists_of_bytes_are_refused_where_symbols_are_bytes(trie, given):
+def test_token_ids_and_lists_of_bytes_are_rejected_where_symbols_are_bytes(trie, given):
     with pytest.raises(InvalidInputError, match="or take a token's byte_string"):
         trie.mass(ROW, given)
 
@@ -64,7 +64,7 @@ def test_objects_with_bytes_are_prefixes(trie, given):
 
 
 @pytest.mark.parametrize("row", [np.log(np.full(10, 0.11)), np.full(10, np.nan), np.zeros(10)])
-def test_weights_that_are_not_log_probabilities_are_refused(trie, row):
+def test_weights_that_are_not_log_probabilities_are_rejected(trie, row):
     with pytest.raises(InvalidInputError, match="row must be log-probabilities"):
         trie.mass(row, b"a")
 

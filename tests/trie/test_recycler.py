@@ -37,7 +37,7 @@ def made(monkeypatch):
         ([16 * MIB, 8 * MIB - 1], False),  # the block is far too large
     ],
 )
-def test_a_large_result_gets_the_memory_of_the_one_before_where_it_fits(made, asked, again):
+def test_large_result_reuses_fitting_memory(made, asked, again):
     recycler = Recycler()
     for size in asked:
         recycler.empty((size,), "uint8")

@@ -339,7 +339,7 @@ def test_a_call_with_log_probabilities_fails_alone(vocabulary, weights):
 
 @tries
 @pytest.mark.parametrize("ws", [np.zeros(3), np.zeros((2, 3)), np.zeros(()), [0.5]])
-def test_weights_of_another_shape_are_refused(trie_class, ws):
+def test_weights_of_another_shape_are_rejected(trie_class, ws):
     trie = trie_class([b"a", b"b"])
     with pytest.raises(InvalidInputError, match=r"the trie needs \[2\]"):
         trie.weight_sum(ws)
@@ -348,12 +348,12 @@ def test_weights_of_another_shape_are_refused(trie_class, ws):
 
 
 @pytest.mark.parametrize("dtype", [np.int32, torch.float16, "complex128", "double precision"])
-def test_a_result_of_another_precision_is_refused(dtype):
+def test_a_result_of_another_precision_is_rejected(dtype):
     with pytest.raises(InvalidOptionError, match="float64 or float32"):
         TokenCharacterTrie([b"a"]).weight_sum([1.0], dtype=dtype)
 
 
-def test_a_vocabulary_that_makes_no_trie_is_refused():
+def test_a_vocabulary_that_makes_no_trie_is_rejected():
     with pytest.raises(VocabularyError, match="at least one item"):
         TokenCharacterTrie([])
     with pytest.raises(
@@ -373,7 +373,7 @@ def test_a_vocabulary_that_makes_no_trie_is_refused():
         ([(1, [2])], "unhashable type: 'list'"),
     ],
 )
-def test_an_item_that_is_not_a_sequence_of_symbols_is_refused(items, reason):
+def test_an_item_that_is_not_a_sequence_of_symbols_is_rejected(items, reason):
     with pytest.raises(TypeError, match=reason) as refusal:
         TokenCharacterTrie(items)
     assert isinstance(refusal.value, VocabularyError)
@@ -389,13 +389,13 @@ def test_the_vocabulary_may_be_any_iterable_and_is_the_tries_own():
 
 @pytest.mark.parametrize("device", ["abacus", "", 0])
 @pytest.mark.parametrize("kind", [TokenCharacterTrie, ParallelTokenCharacterTrie])
-def test_an_unknown_device_is_refused(kind, device):
+def test_an_unknown_device_is_rejected(kind, device):
     with pytest.raises(InvalidOptionError, match=f"device is '{device}'"):
         kind([b"a"], device=device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_device_that_is_not_there_is_refused():
+def test_a_device_that_is_not_there_is_rejected():
     with pytest.raises(InvalidOptionError, match="'cuda', which this PyTorch cannot use here"):
         ParallelTokenCharacterTrie([b"a"], device="cuda")
 
@@ -468,7 +468,7 @@ def test_tensors_are_given_back_without_waiting_for_the_device(kernel, vocabular
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @on_a_device
-def test_on_cuda_nothing_waits(kernel, vocabulary, weights):
+def test_sums_on_cuda_do_not_wait_for_the_device(kernel, vocabulary, weights):
     trie = made(kernel, vocabulary, device="cuda")
     ws = torch.from_numpy(weights).float().cuda()
     torch.cuda.set_sync_debug_mode("error")

@@ -38,7 +38,7 @@ def test_the_items_below_a_node_are_a_slice_of_one_array(trie, vocabulary):
         trie.positions[0] = 0
 
 
-def test_children_of_each_node_have_what_the_whole_array_says(trie, weights):
+def test_children_values_match_the_whole_array(trie, weights):
     sums, maxima = trie.weight_sum(weights[0]), trie.weight_max(weights[0])
     for node, children in enumerate(trie.children):
         found = trie.children_sum(node, weights[0])

@@ -164,7 +164,7 @@ FILES = ["model.safetensors", "shard.safetensors", "pytorch_model.bin", "another
 
 
 @pytest.mark.parametrize("first", range(3))
-def test_files_are_those_of_transformers(tmp_path: Path, first: int) -> None:
+def test_read_files_match_transformers(tmp_path: Path, first: int) -> None:
     LlamaConfig(**SIZES, tie_word_embeddings=False).save_pretrained(tmp_path)
     for at, name in enumerate(FILES[first:], first):
         write(tmp_path, name, float(at))
@@ -180,6 +180,6 @@ def test_folder_unknown_to_transformers_is_left_to_the_engine(tmp_path: Path) ->
     assert read_by_transformers(str(tmp_path), found) == found
 
 
-def test_a_setting_is_not_read_by_a_part_of_its_name() -> None:
+def test_part_of_a_settings_name_does_not_match() -> None:
     assert is_read("gemma2", "hidden_activation")
     assert not is_read("gemma2", "hidden_act")

@@ -52,7 +52,7 @@ def test_cudnn_stays_off_if_the_user_turned_it_off() -> None:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-def test_every_forward_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_forward_is_labelled_with_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = []
 
     @contextmanager

@@ -83,7 +83,7 @@ def test_a_hook_on_all_positions_of_a_model_in_use_keeps_the_reuse_of_state(pair
 
 
 @pytest.mark.parametrize("hook", [steered, steered_at_the_end])
-def test_a_prompt_that_is_pinned_under_a_hook_is_not_used_without_it(pair: Pair, hook: Any) -> None:
+def test_prompt_pinned_under_a_hook_is_not_reused_without_it(pair: Pair, hook: Any) -> None:
     (context,) = texts(1, 7)
     hooks = set_on(pair, hook)
     pair.engine.genlm_cache_prefix(Query(context))
@@ -95,7 +95,7 @@ def test_a_prompt_that_is_pinned_under_a_hook_is_not_used_without_it(pair: Pair,
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("hook", [steered, steered_at_the_end])
 @pytest.mark.parametrize("comes", [True, False])
-def test_a_prompt_in_chunks_has_the_row_of_the_hooks_of_its_last_step(
+def test_row_of_a_chunked_prompt_is_that_of_the_hooks_at_its_last_step(
     family: str, hook: Any, comes: bool
 ) -> None:
     pair = unproven(small_family(family, 64), max_batch_tokens=8)

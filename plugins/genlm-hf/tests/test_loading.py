@@ -98,7 +98,7 @@ AS_IT_IS = "{% for m in messages if m.type is not defined %}{{ m['content'] | up
 @pytest.mark.parametrize(
     ("template", "said"), [(IN_PARTS, "system: brief;user: Hi!;"), (AS_IT_IS, "BRIEF;HI!;")]
 )
-def test_a_chat_template_writes_what_is_said(tiny: str, template: str, said: str) -> None:
+def test_chat_template_renders_the_messages(tiny: str, template: str, said: str) -> None:
     messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": "Hi!"}]
     with load_model_by_name(tiny, "hf") as lm:
         assert lm.decode(lm.apply_chat_template(messages, chat_template=template)) == said
@@ -324,7 +324,7 @@ def test_missing_lora_support_is_explained(
         lm.next_token_logprobs_sync(CONTEXT)
 
 
-def test_a_subclass_that_gives_its_tokenizer_alone(tiny: str) -> None:
+def test_subclass_that_passes_only_a_tokenizer_is_rejected(tiny: str) -> None:
     """Subclasses of genlm-backend's AsyncLM do this."""
 
     class Mine(AsyncLM):

@@ -53,7 +53,7 @@ def test_names_without_tensors_are_not_given_to_peft(tiny: str, tmp_path: Path) 
             assert {**given.rank_pattern, **given.alpha_pattern} == {}
 
 
-def test_ranks_of_parameters_are_those_of_the_file(tiny: str, tmp_path: Path) -> None:
+def test_parameter_ranks_come_from_the_file(tiny: str, tmp_path: Path) -> None:
     """PEFT would allocate by the configuration's, and only then compare."""
     config = Qwen3MoeConfig(**QWEN3_NEXT)
     model = str(tmp_path / "model")
@@ -112,9 +112,7 @@ TRAINED_TOKENS = Kind("", {"trainable_token_indices": [1, 3]})
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], Kind("", {"modules_to_save": ["lm_head"]})])
-def test_an_adapter_after_one_that_trained_single_tokens(
-    tiny: str, tmp_path: Path, kind: Kind
-) -> None:
+def test_adapter_loads_after_one_with_trained_tokens(tiny: str, tmp_path: Path, kind: Kind) -> None:
     first = make_adapter(TRAINED_TOKENS, tiny, tmp_path / "first")
     second = make_adapter(kind, tiny, tmp_path / "second")
     with AsyncTransformer.from_name(tiny, cache_size=0) as lm:

@@ -108,7 +108,7 @@ def test_drafts_of_particles_cost_their_tokens() -> None:
         ]
 
 
-def test_rows_from_within_a_trunk_and_from_the_slots_on_it() -> None:
+def test_rows_inside_a_trunk_and_its_slots_are_right() -> None:
     model = proven(LlamaConfig(**SHAPE))
     (text,) = draw(1, 600)
     model.check(*draw(1, 640, seed=2))  # the length that is compared with a cold row

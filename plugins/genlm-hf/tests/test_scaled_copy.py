@@ -102,7 +102,7 @@ def test_a_layer_of_every_kind_is_kept(given: dict[str, Any], small: dict[str, A
     assert small_config(Settings(given), 1, {}) == small
 
 
-def test_a_threshold_is_changed_where_it_stands() -> None:
+def test_nested_threshold_is_changed_in_place() -> None:
     settings = Settings(num_layers=2, rope={"max_distance": 1024, "0": {"window": 7}})
     changed = {("rope", "max_distance"): 8, ("rope", "0", "window"): 9}
     assert small_config(settings, 1, changed) == {

@@ -177,7 +177,7 @@ def test_each_prompt_gets_its_own_step_if_state_cannot_be_continued() -> None:
     assert model.step(*growing) == {*growing}, "known contexts grow together"
 
 
-def test_contexts_in_snapshots_are_not_computed_from_one_another() -> None:
+def test_contexts_with_snapshots_are_counted_separately() -> None:
     """So each context with a common prefix counts with all of its tokens."""
     model = proven(MAMBA, max_batch_tokens=CHUNK)
     (prompt,) = draw(1, CHUNK - 12)

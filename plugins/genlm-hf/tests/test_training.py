@@ -89,7 +89,7 @@ def test_model_whose_type_changes_is_rejected(change: Any) -> None:
 
 
 @pytest.mark.parametrize("wrapped_first", [True, False])
-def test_two_engines_over_a_model_and_its_compiled_form(wrapped_first: bool) -> None:
+def test_second_engine_over_the_compiled_model_is_rejected(wrapped_first: bool) -> None:
     model = build(configs.LlamaConfig(**SHAPE))
     both = [torch.compile(model, backend="eager"), model]
     first, second = both if wrapped_first else reversed(both)

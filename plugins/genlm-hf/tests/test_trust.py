@@ -19,7 +19,7 @@ class TestTrust(TrustSuite):
     def folder(cls, tiny: str) -> str:
         return tiny
 
-    def test_code_is_run_where_it_was_trusted(self, made: dict[str, Canary]) -> None:
+    def test_trusted_code_is_run(self, made: dict[str, Canary]) -> None:
         """Or the traps above would show nothing."""
         canary = made["auto_map of an unknown type"]
         assert not canary.sprung

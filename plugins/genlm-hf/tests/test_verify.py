@@ -164,7 +164,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"sliding_window": 5}, {"rope_type": "default", "rope_theta": 1e6}),
     ],
 )
-def test_a_rotary_setting_that_changes_leaves_the_base_as_it_is(tmp_path, changes, rope):
+def test_changed_rotary_setting_keeps_the_base_frequency(tmp_path, changes, rope):
     plain = {"rope_type": "default", "rope_theta": 1e6}
     MistralConfig(**SIZES, rope_parameters=plain).save_pretrained(tmp_path)
     source = Source(str(tmp_path), changes, 0, "")
@@ -172,7 +172,7 @@ def test_a_rotary_setting_that_changes_leaves_the_base_as_it_is(tmp_path, change
     assert {name: found[name] for name in rope} == rope
 
 
-def test_an_older_copy_of_the_weights_is_refused_with_its_name(windowed, tmp_path):
+def test_older_copy_of_the_weights_is_rejected_by_name(windowed, tmp_path):
     both = tmp_path / "both"
     shutil.copytree(windowed, both)
     other = write(tmp_path / "older", GemmaConfig(**SIZES))

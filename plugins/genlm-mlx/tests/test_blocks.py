@@ -24,7 +24,7 @@ def test_known_contexts_are_not_computed_again(llama: Tried) -> None:
     assert llama.ask(*reversed(keys[1:])) == []
 
 
-def test_contexts_may_go_on_one_by_one(llama: Tried) -> None:
+def test_contexts_can_be_extended_one_by_one(llama: Tried) -> None:
     keys = keys_of(8, 20)
     llama.ask(*keys)
     whole = llama.kept.nbytes
@@ -75,7 +75,7 @@ def test_common_prefix_of_known_contexts_is_not_computed_again(
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mamba", "lfm2"])
-def test_beginnings_of_a_text_cost_its_tokens(folders: Folders, family: str) -> None:
+def test_prefixes_of_a_text_cost_its_tokens(folders: Folders, family: str) -> None:
     tried, count = Tried(folders(family), Blocks), 8
     (text,) = keys_of(1, MIN_SHARED_TOKENS * count)
     beginnings = [text[: 1 + MIN_SHARED_TOKENS * at] for at in range(1, count + 1)]

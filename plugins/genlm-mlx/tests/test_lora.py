@@ -127,7 +127,7 @@ def change_weights(folder: Path, change: Callable[[str, torch.Tensor], Any]) -> 
     save_file(dict(changed), file)
 
 
-def test_weights_where_the_model_has_no_linear_layer(
+def test_adapter_for_a_nonlinear_layer_is_rejected(
     folders: Folders, engine: MlxEngine, tmp_path: Path
 ) -> None:
     path = peft_adapter(folders("llama"), tmp_path / "adapter")

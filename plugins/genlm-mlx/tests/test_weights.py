@@ -35,7 +35,7 @@ class Model:
         }
 
 
-def test_what_is_neither_renamed_nor_joined_nor_turned_is_dropped(
+def test_unconverted_tensors_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(weights, "_get_classes", lambda config: (Model, dict))

@@ -76,7 +76,7 @@ def test_a_request_is_asked_again_while_an_equal_one_is_in_flight() -> None:
     assert fleet.answers == [(Query((1,)), "row")] * 2
 
 
-def test_contexts_that_grow_together_stay_where_they_are_in_any_order() -> None:
+def test_contexts_that_grow_together_stay_on_their_replicas() -> None:
     fleet, lines = started(2)
 
     def placed(contexts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
@@ -223,7 +223,7 @@ def test_requests_that_fail_together_are_asked_apart() -> None:
     assert len(fleet.answers) == 20
 
 
-def test_requests_of_a_replica_that_was_computing_nothing_are_asked_elsewhere() -> None:
+def test_requests_of_an_idle_lost_replica_move_without_suspicion() -> None:
     fleet, lines = started(2)
     fleet.step([Query((1,))], [])
     (asked,) = [line for line in lines if len(line.calls) > 1]

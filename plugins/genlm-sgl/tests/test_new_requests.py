@@ -108,7 +108,7 @@ def test_unrelated_requests_are_computed_in_order(hooks, contexts, monkeypatch):
     assert computed == [*short[0], *long[0], *short[1], *long[1]]
 
 
-def test_after_a_failed_step_nobody_waits(hooks, contexts, monkeypatch):
+def test_nothing_waits_after_a_failed_step(hooks, contexts, monkeypatch):
     (prompt,) = contexts(1, 40, 40)
     asked = list(map(Query, beginning_with(prompt, 4)))
     with monkeypatch.context() as patch:

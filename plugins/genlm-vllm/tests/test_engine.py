@@ -201,7 +201,7 @@ def raising(error):
     ],
     ids=["no memory", "dead"],
 )
-def test_a_step_that_fails_says_what_to_do(engine, monkeypatch, error, kind, said):
+def test_error_of_a_failing_step_names_the_remedy(engine, monkeypatch, error, kind, said):
     monkeypatch.setattr(engine._core, "step", raising(error))
     with pytest.raises(kind, match=said):
         engine.step(Query(text(0, 5)))
@@ -365,7 +365,7 @@ def assert_scores(engine, scores, asked):
 
 @pytest.mark.parametrize("length", [20, 32, 33, 90])
 @pytest.mark.parametrize("is_live", [False, True])
-def test_scores_compute_what_they_score(engine, length, is_live):
+def test_score_computes_only_the_scored_tokens(engine, length, is_live):
     """The context is computed once, and its last token, which gives the first score, for each
     score. This also holds if other requests have the scored tokens."""
     context = text(0, length)

@@ -53,7 +53,7 @@ def test_the_same_tokens_behind_another_beginning_are_not_taken(engine):
 
 
 @pytest.mark.parametrize("live", [0, 20])
-def test_request_admitted_in_a_step_is_no_source_of_forks_in_it(engine, live):
+def test_request_cannot_be_forked_in_its_first_step(engine, live):
     """The second finds the first's block, which this step computes; the third shares a part of it,
     and would get a copy from before. It gets what was live before the step."""
     prompt = text(0, 40)

@@ -141,7 +141,7 @@ def test_leader_without_room_does_not_delay_others(engine):
     engine.assert_cold_rows(answers)
 
 
-def test_after_a_failed_step_nobody_waits(engine):
+def test_nothing_waits_after_a_failed_step(engine):
     contexts = list(map(Query, beginning_with(text(0, 50), 4)))
     with failing_forward(engine.model)(1), pytest.raises(RuntimeError):
         engine.step(*contexts)

@@ -41,7 +41,7 @@ def test_vllm_is_preferred_only_on_cuda(monkeypatch):
     assert plugin.genlm_backend_info().preference < on_cuda
 
 
-def test_without_vllm_it_says_how_to_install_it(monkeypatch):
+def test_missing_vllm_error_says_how_to_install_it(monkeypatch):
     assert plugin.genlm_backend_info().available
     monkeypatch.setattr("genlm.core.types.find_spec", lambda name: None)
     info = plugin.genlm_backend_info()
@@ -84,7 +84,7 @@ def test_options_that_are_refused(options, said, tmp_path):
         plugin.genlm_load(str(tmp_path), options, verify=None)
 
 
-def test_a_vllm_that_lacks_what_is_needed_is_refused_by_what_it_lacks():
+def test_unsuitable_vllm_is_rejected_with_the_missing_name():
     client = SimpleNamespace(add_request=None, get_output=None)
     with pytest.raises(BackendUnavailableError, match=r"no abort_requests.* README"):
         EngineCore(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client)), EngineStream())

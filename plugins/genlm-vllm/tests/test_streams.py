@@ -100,7 +100,7 @@ def test_cuda_is_not_started(cuda):
     assert not cuda.used
 
 
-def test_memory_of_a_step_is_kept_once_for_the_stream_that_reads_its_rows(cuda):
+def test_memory_of_a_steps_rows_is_recorded_once_for_the_reading_stream(cuda):
     cuda.used = True
     readers = []
 
@@ -116,9 +116,7 @@ def test_memory_of_a_step_is_kept_once_for_the_stream_that_reads_its_rows(cuda):
     assert sorted(readers) == [(1, cuda.default), (2, cuda.default)]
 
 
-def test_a_step_of_a_real_vllm_is_on_the_stream_that_it_made_when_it_loaded(
-    cuda, load_briefly, monkeypatch
-):
+def test_step_of_a_real_vllm_runs_on_its_own_stream(cuda, load_briefly, monkeypatch):
     made, begin, usual = [], RowCapture.__init__, RowCapture.apply
 
     def load(self, *config):
