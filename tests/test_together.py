@@ -425,6 +425,8 @@ def test_exceptions_take_the_places_of_results_if_a_batch_call_asks_for_them(moc
     kinds = [float, ZeroDivisionError, float, EngineError, float, ZeroDivisionError]
     assert [*map(type, found)] == kinds
     assert [found[at] for at in (0, 2, 4)] == [0.5, 0.25, 0.2]
+    (alone,) = lm.batch_next_token_logprobs_sync([[3]], then=inverse(1), return_exceptions=True)
+    assert isinstance(alone, EngineError)
 
 
 def test_return_exceptions_goes_with_then(mock):

@@ -169,6 +169,7 @@ class Batcher:
         self._stepping = False  # whether a step is running that has not been woken yet
         self._drops = False  # whether the executor drops requests
         self._wakes = False  # whether a step that is woken ends early
+        self._watches = False  # both: callers that go are reported
         self._departed = False  # whether a caller has cancelled since requests were last dropped
         self._stopping = self._ended = self._exiting = False
         # Makes an error for every later caller. A raised error keeps its callers' frames, and with
@@ -211,8 +212,8 @@ class Batcher:
             combine: Makes the result: see :class:`Call`.
         """
         loop = running_loop()
-        make: Any = EachCall if isinstance(combine, EachCombiner) else Call
-        call: Call[T] = make(requests, loop.create_future(), combine, loop)
+        kind: Any = EachCall if isinstance(combine, EachCombiner) else Call
+        call = kind(requests, loop.create_future(), combine, loop)
         self._check_process()
         with self._lock:
             self._check_open()
@@ -228,8 +229,7 @@ class Batcher:
             gathering.calls.append(call)
             gathering.requests += len(requests)
             self._asked(requests, call.future)
-        future: Any = call.future
-        return self._watched(future) if self._wakes and self._drops else future
+        return self._watched(call.future) if self._watches else call.future
 
     async def _watched(self, future: asyncio.Future[T]) -> T:
         """Await a result; if that is cancelled, the engine thread learns it at once. A callback of
@@ -256,7 +256,7 @@ class Batcher:
         try:
             return self._result(call.future)
         except BaseException:
-            if call.future.cancelled() and self._wakes and self._drops:
+            if call.future.cancelled() and self._watches:
                 self._caller_left()
             raise
 
@@ -472,6 +472,7 @@ class Batcher:
                 with self._lock:
                     self._executor = executor
                     self._drops, self._wakes = executor.drops, executor.wakes
+                    self._watches = self._drops and self._wakes
             except BaseException as error:
                 self.stop()
                 self._started.set_exception(error)
@@ -565,28 +566,30 @@ class Batcher:
         suspects: Pending = {}
         ended: list[Call[Any]] = []
         given: Callers = []
-        parts: Callers = []
         for request, result in answers:
             callers = self._lanes.in_flight.pop(request)
             if not isinstance(result, Exception):
                 for call, at in callers:
                     if call.give(at, result):
                         ended.append(call)
-                    elif not call.each:
+                    else:
                         given.append((call, at))
-                    if call.each:
-                        parts.append((call, at))
             elif isinstance(result, TryAlone):
                 suspects[request] = callers
             else:
                 self.counters["failed"] += len(callers)
                 for call, at in callers:
-                    if call.give(at, result) if call.keeps_errors else call.fail(result):
+                    if call.keeps_errors and not call.give(at, result):
+                        given.append((call, at))
+                    elif call.keeps_errors or call.fail(result):
                         ended.append(call)
+                        self._departed = True  # its other requests lose a caller
                     result = another(result)  # for the next one
         if suspects:
             with self._lock:
                 self._lanes.suspect(suspects)
+        parts = [(call, at) for call, at in given if call.each]
+        ended += dict.fromkeys(call for call, _ in parts if not (call.left or call.error))
         if given:
             keep_own(given)
         self._end_calls(ended, parts)
@@ -600,8 +603,10 @@ class Batcher:
         by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Future[Any], Any]]]
         by_loop = collections.defaultdict(list)
         waiting = [call for call in calls if not call.future.done()]
-        for call, result in combined(waiting, parts):
-            self._departed = self._departed or call.left > 0  # other requests of the call continue
+        found = combined(waiting, parts)
+        if len(found) > len(waiting):  # of parts: their other requests lose a caller
+            self._departed = True
+        for call, result in found:
             by_loop[call.loop].append((call.future, result))
         for loop, results in by_loop.items():
             if loop is None:

@@ -77,10 +77,10 @@ class EngineExecutor:
     def lane(self, request: Request) -> Lane:
         """The lane of a request: one lane for everything that the engine takes in its steps, and
         one for each kind of request that has a hook of its own."""
-        if isinstance(request, ReductionRequest):
-            return ROWS
         if isinstance(request, Query):
             return COLD if request.cold else ROWS
+        if isinstance(request, ReductionRequest):
+            return ROWS
         draw = isinstance(request, SampleRequest)
         hook = self.engine.native["samples" if draw else "scores"]
         return ROWS if hook == "genlm_step" else DRAWS if draw else SCORES

@@ -100,6 +100,10 @@ class EachCall(Call[list[T]]):
         super().__init__(requests, future, combine, loop)
         self.each, self.keeps_errors = combine.each, combine.keeps_errors
 
+    def give(self, at: int, result: Any) -> bool:
+        """The same. With ``each``, a call ends when the results have been combined."""
+        return super().give(at, result) and not self.each
+
 
 @define(eq=False)
 class Task(Generic[T]):
@@ -163,7 +167,11 @@ def combined(
     for call, at in parts:
         if call.gone:
             call.results[at] = None
-    parts = [(call, at) for call, at in parts if not call.gone]
+    parts = [
+        (call, at)
+        for call, at in parts
+        if not (call.gone or isinstance(call.results[at], Exception))
+    ]
     wanted: list[tuple[Any, Sequence[Any]]]
     wanted = [(call.combine, call.results) for call in joint]
     wanted += [(call.each[at], call.results[at : at + 1]) for call, at in parts]
@@ -218,7 +226,7 @@ def keep_own(given: Callers) -> None:
     for call, at in given:
         if call.left and call.future.done():  # its caller has cancelled
             call.results[at] = None
-        elif call.left and is_row(call.results[at]):
+        elif call.left and not call.each and is_row(call.results[at]):
             rows.append((call, at))
     with contextlib.suppress(Exception):  # there is no memory for the copies; the views stay
         own = copies_of([call.results[at] for call, at in rows])

@@ -101,17 +101,12 @@ class Results:
             raise self.violation(hook, requests[0].query, wrong)
         else:
             pairs = [*zip(requests, given, strict=True)]
-        return self._finished(
-            [
-                (r, result if isinstance(r, ReductionRequest) else self._checked(hook, r, result))
-                for r, result in pairs
-            ]
-        )
+        return self._finished([(r, self._checked(hook, r, result)) for r, result in pairs])
 
     def _checked(self, hook: str, request: Request, result: Any) -> Any:
         """The result of one request, or the exception in its place."""
-        if isinstance(result, Exception):
-            return result
+        if isinstance(result, Exception) or isinstance(request, ReductionRequest):
+            return result  # of a reduction anything
         if result is None and not isinstance(request, Query):
             return result
         try:
