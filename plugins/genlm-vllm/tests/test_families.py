@@ -60,7 +60,7 @@ LACKING = {
     "stablelm": ({"use_parallel_residual": True}, r"not initialized .*post_attention_layernorm"),
 }
 
-#: What of the weights vLLM itself says.
+#: The words of vLLM's own errors about weights.
 UNKNOWN = {"stablelm": ({"qk_layernorm": True}, r"no module .*\.self_attn\.[kq]_layernorm")}
 
 

@@ -30,7 +30,7 @@ WEIGHT_FILES = (
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 
-#: What models that also see call their language model.
+#: The names of the language model within multimodal models.
 LANGUAGE_PARTS = {"language_model", "text_model"}
 
 #: The shapes of tensors of a checkpoint by name.

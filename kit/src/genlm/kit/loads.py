@@ -160,7 +160,8 @@ class Reading:
         values = tensor if tensor.nbytes <= KEPT_BYTES else None
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         with self._lock:
-            # What was there before has been freed, or is the same tensor under another name.
+            # A tensor that was there before has been freed, or is the same tensor under another
+            # name.
             first, last = bisect_left(self._begins, begin), bisect_left(self._begins, end)
             before = [self._unread.pop(each) for each in self._begins[first:last]]
             self._freed += [one for one in before if one.storage.expired()]

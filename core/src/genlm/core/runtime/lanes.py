@@ -37,7 +37,7 @@ class Call(Generic[T]):
 
     __slots__ = ("combine", "error", "future", "left", "loop", "requests", "results")
 
-    #: Those of an :class:`EachCombiner`.
+    #: The attributes of an :class:`EachCombiner`.
     each: Sequence[JointCombiner[Any]] = ()
     keeps_errors = False
 

@@ -23,7 +23,7 @@ E = TypeVar("E")
 #: waits for no more than three times as long.
 MOST_SECONDS, PATIENCE = 10.0, 30.0
 
-#: The longest contexts that are compared by default and where it was asked for, tokens.
+#: The longest contexts that are compared, in tokens: by default, and on request.
 LONGEST_BY_DEFAULT, LONGEST = 64, 600
 
 #: Whether to verify: ``None`` is by default, a function gets the report.

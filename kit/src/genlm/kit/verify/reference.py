@@ -33,7 +33,7 @@ from genlm.kit.verify.transformers_rows import (
 #: The program is not run by ``-m``, so that classes have their usual names when they are pickled.
 PROGRAM = "from genlm.kit.verify.transformers_rows import main; main()"
 
-#: What it finds in its environment: no accelerator, no network, no bars.
+#: The environment variables of the program: no accelerator, no network, no progress bars.
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",

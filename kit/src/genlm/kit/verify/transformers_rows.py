@@ -38,7 +38,7 @@ IN_MEMORY = 2 << 30
 #: The first version of accelerate that leaves all weights of a model on disk.
 OFFLOADS = "1.15"
 
-#: Where the thresholds of a scaled copy are, tokens; some engines count in blocks of as many.
+#: The value of a scaled copy's thresholds, in tokens. Some engines count in blocks of this size.
 NEAR = 16
 
 #: The smallest head size for which engines have kernels.

@@ -58,7 +58,7 @@ class MlxEngine:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        # Of rows; later, each step gives the number of ids without padding.
+        # The width of rows. Later, each step gives the number of ids without padding.
         self.vocab_size = self._width = vocab_size
         self.max_context = max_context
         self.eos_token_ids = eos_token_ids

@@ -23,8 +23,8 @@ from genlm.ray.functions import Reduced, are_plain
 #: The optional hooks, which the fleet has if the replicas' engine has them.
 HOOKS = ("genlm_cache_prefix", "genlm_clear_kv_cache", "genlm_add_lora", "genlm_remove_lora")
 
-#: What a function is to make of a row: the function's key, its code where the replica may lack it,
-#: and the caller's arguments.
+#: A function to apply to a row: the function's key, its code if the replica may lack it, and the
+#: caller's arguments.
 Reduce = tuple[str, bytes | None, Sequence[Any]]
 
 #: One request: its ids in parts, the key of its adapter, whether it goes past every cache, how to

@@ -1,4 +1,4 @@
-"""Full next-token rows out of vLLM, through its own hook for custom logits processors.
+"""Captures full next-token rows, through vLLM's own hook for custom logits processors.
 
 vLLM has two model runners, each with its own logits-processor interface: V1
 (``vllm.v1.sample.logits_processor.LogitsProcessor``) and, from 0.31 on, V2
@@ -6,8 +6,8 @@ vLLM has two model runners, each with its own logits-processor interface: V1
 one class serves both.
 
 A request names its row by ``SamplingParams.extra_args[ROW_KEY]``. The last row written under a key
-counts. So chunked prefill, preemption and recomputation do no harm: the step that completes the
-request is the last one.
+counts, since the step that completes a request is the last one. So chunked prefill, preemption and
+recomputation are harmless.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RowStore:
         self._rows.update(zip(keys, block, strict=True))
 
     def take(self, keys: Iterable[str]) -> list[torch.Tensor | None]:
-        """Take out the rows under ``keys``; ``None`` for one that was never captured."""
+        """Remove and return the rows under ``keys``; ``None`` for a row that was never captured."""
         return [self._rows.pop(key, None) for key in keys]
 
     def clear(self) -> None:
@@ -48,7 +48,7 @@ class RowCapture:
     store: RowStore
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
-        # By slot: the row of the batch in V1, a request's slot in V2.
+        # By slot. In V1, a slot is a row of the batch; in V2, it is the slot of a request.
         self._keys: dict[int, str] = {}
 
     @classmethod
@@ -56,8 +56,8 @@ class RowCapture:
         """Both interfaces: anything is valid."""
 
     def is_argmax_invariant(self) -> bool:
-        """V1: ``False``, or greedy batches would skip it and others would show logits scaled by
-        temperature."""
+        """V1: ``False``. Otherwise greedy batches would skip this processor, and others would show
+        it logits scaled by temperature."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
@@ -77,7 +77,7 @@ class RowCapture:
                 self._keys[source] = displaced
 
     def add_request(self, slot: int, params: Any) -> bool:
-        """V2: a request enters a slot. ``True`` where :meth:`apply` must see its logits."""
+        """V2: a request enters a slot. Returns whether :meth:`apply` must see its logits."""
         key = (params.extra_args or {}).get(ROW_KEY)
         if key is None:
             self._keys.pop(slot, None)
@@ -106,9 +106,10 @@ class RowCapture:
 
 
 def hide_padding(model: Any, width: int) -> None:
-    """Let no token id from ``width`` on have any mass in a model's logits, from which vLLM makes
-    rows, draws and the log-probabilities of prompts."""
-    own: Any = weakref.WeakMethod(model.compute_logits)  # else a closed model would keep itself
+    """Take all mass from token ids from ``width`` on, in a model's logits, from which vLLM makes
+    rows, samples and the log-probabilities of prompts."""
+    # Otherwise a closed model would keep itself alive.
+    own: Any = weakref.WeakMethod(model.compute_logits)
 
     def compute_logits(*args: Any, **options: Any) -> torch.Tensor | None:
         logits: torch.Tensor | None = own()(*args, **options)
@@ -120,8 +121,8 @@ def hide_padding(model: Any, width: int) -> None:
 
 
 def capture_into(rows: RowStore) -> type:
-    """The class for vLLM's ``logits_processors``: fills ``rows``, and serves every interface of
-    this vLLM."""
+    """The class for vLLM's option ``logits_processors``. It fills ``rows``, and has every interface
+    of the installed vLLM."""
     from genlm.vllm.internals import logits_processor_interfaces
 
     return type("GenlmRowCapture", (RowCapture, *logits_processor_interfaces()), {"store": rows})

@@ -1,4 +1,4 @@
-"""Forks that cost the same as extensions: a new request takes over a live request's part of a
+"""Forks that cost the same as extensions: a new request takes over a live request's partly filled
 block.
 
 vLLM's prefix cache shares only full blocks, so a fork of a live session would compute up to a block
@@ -39,18 +39,19 @@ REQUEST_NAMES = (
     "lora_request", "cache_salt", "mm_features", "prompt_embeds", "skip_reading_prefix_cache",
     "sampling_params",
 )  # fmt: skip
-SIGNATURES = (["request"], ["request", "max_cache_hit_length"])  # to 0.32; 0.33
+SIGNATURES = (["request"], ["request", "max_cache_hit_length"])  # of vLLM up to 0.32, and of 0.33
 
-#: Where a scheduler with forks has them.
+#: The attribute of a scheduler that holds its forks.
 MARK = "genlm_forks"
 
-#: By the first blocks of requests: the tokens of their next block, and their ids; sorted.
+#: For each beginning of full blocks, the tokens of the next block and the ids of requests that have
+#: them, sorted by tokens.
 Sources = dict[Hashable, list[tuple[list[int], str]]]
 
 
 def forking_scheduler(vllm_config: Any, **parts: Any) -> Any:
-    """For vLLM's option ``scheduler_cls``: the scheduler that vLLM would take itself, with forks if
-    possible."""
+    """The value of vLLM's option ``scheduler_cls``: makes the scheduler that vLLM would choose
+    itself, with forks if possible."""
     config = copy.copy(vllm_config.scheduler_config)
     config.scheduler_cls = None
     scheduler = config.get_scheduler_cls()(vllm_config=vllm_config, **parts)
@@ -76,7 +77,8 @@ class Forks:
         (self._blocks,) = manager.coordinator.single_type_managers
         self._requests: dict[str, Any] = scheduler.requests
         self._size: int = self._blocks.block_size
-        # In this step: the admitted requests; and the sources, by how many full blocks they share.
+        # For the current step: the admitted requests; and the sources, by the number of full blocks
+        # that they share.
         self._admitted: set[str] = set()
         self._sources: dict[int, Sources] = {}
         self._new_requests = NewRequests(scheduler, self._size, self._known, _tokens_per_forward())
@@ -87,18 +89,18 @@ class Forks:
         self._admitted.clear()
         self._sources.clear()
         with self._new_requests.held_back():
-            self._sources.clear()  # before it admits, vLLM may preempt some
+            self._sources.clear()  # vLLM may preempt some sources before it admits requests
             return self._plan(*args, **options)
 
     def _known(self, request: Any, shared: int) -> int:
-        """How many tokens a new request need not compute, of so many that another one shares: vLLM
-        finds full blocks even if this step computes them."""
+        """How many tokens a new request need not compute if it shares ``shared`` tokens with
+        another one. vLLM finds full blocks, even if this step computes them."""
         return self._best_source(request, shared // self._size * self._size)[1]
 
     def _computed_blocks(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[Any, int, int]:
-        """Blocks, how many tokens are computed in them, and vLLM's third value.
+        """The computed blocks of a request, the number of tokens in them, and vLLM's third value.
 
         vLLM calls this for each request before it admits it. ``max_cache_hit_length`` is the most
         tokens that may be taken over; only 0.33 may give it.
@@ -108,9 +110,9 @@ class Forks:
         if known > (most := readable(request)):
             known = most // self._size * self._size
             blocks = type(blocks)((blocks.blocks[0][: known // self._size],))
-        # Copies are made before the forward pass, but vLLM enters blocks in its prefix cache when
-        # it schedules them: a request admitted in this step may count tokens as computed that
-        # another request computes in this step. So it is not a source yet.
+        # A request admitted in this step is not a source yet. Copies are made before the forward
+        # pass, but such a request may count tokens as computed that another request only computes
+        # in this step, because vLLM enters blocks in its prefix cache when it schedules them.
         self._admitted.add(request.request_id)
         if limit or request.skip_reading_prefix_cache or not is_text(request):
             return blocks, known, boundary
@@ -121,15 +123,15 @@ class Forks:
         return type(blocks)(([*blocks.blocks[0], partial],)), shared, boundary
 
     def _best_source(self, request: Any, known: int) -> tuple[str | None, int]:
-        """The live request that shares the most tokens beyond the ``known`` ones, which fill
-        blocks; and how many it shares, with these."""
+        """The live request that shares the most tokens beyond the ``known`` ones, which are full
+        blocks; and how many tokens it shares, including these."""
         full = known // self._size
         if full not in self._sources:
             self._sources[full] = self._sources_behind(full)
-        # A whole block more would have been found, or may not be taken over.
+        # A further full block would have been found, or must not be taken over.
         ours = request.all_token_ids[known : min(readable(request), known + self._size - 1)]
         sources = self._sources[full].get(_beginning(request, full), [])
-        # In a sorted list, the sequences that share most with another are its neighbours.
+        # In a sorted list, the sequences with the longest common prefix are neighbours.
         at = bisect.bisect(sources, (ours,))
         near = [
             (_agreeing(ours, tokens), source) for tokens, source in sources[max(at - 1, 0) : at + 1]
@@ -138,13 +140,13 @@ class Forks:
         return (source, known + shared) if shared else (None, known)
 
     def _sources_behind(self, full: int) -> Sources:
-        """What each live request has computed of the block after ``full`` blocks.
+        """The tokens that each live request has computed in the block after ``full`` blocks.
 
         During a step this does not change: vLLM preempts before it admits.
         """
         known, sources = full * self._size, collections.defaultdict(list)
         for source in self._requests.values():
-            # Without those that an asynchronous scheduler has computed but does not know yet.
+            # Tokens that an asynchronous scheduler has computed but does not know yet are left out.
             end = min(source.num_computed_tokens, known + self._size)
             computed = source.all_token_ids[known:end]
             if computed and source.request_id not in self._admitted and is_text(source):
@@ -161,16 +163,16 @@ def _tokens_per_forward() -> int:
 
 
 def _beginning(request: Any, full: int) -> Hashable:
-    """Equal for two requests if they have the same first ``full`` blocks, adapter and cache
-    salt."""
-    if full:  # hashes are chained, and cover all of this
+    """A value that is equal for two requests if they have the same first ``full`` blocks, adapter
+    and cache salt."""
+    if full:  # hashes are chained, so they cover adapter and salt too
         return cast(Hashable, request.block_hashes[full - 1])
     adapter = request.lora_request
     return adapter and adapter.lora_name, request.cache_salt
 
 
 def _agreeing(ours: list[int], theirs: list[int]) -> int:
-    """How many first tokens are equal."""
+    """The length of the common prefix."""
     pairs = enumerate(zip(ours, theirs, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
@@ -193,7 +195,7 @@ def _missing_names(scheduler: Any) -> list[str]:
 
 
 def absent_names(owner: Any, *paths: str) -> list[str]:
-    """Those of some dotted names that an object of vLLM does not have."""
+    """The dotted names that an object of vLLM lacks."""
     absent = object()
     return [path for path in paths if _found(owner, path, absent) is absent]
 

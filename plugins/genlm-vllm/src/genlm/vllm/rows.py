@@ -1,4 +1,4 @@
-"""Where captured rows come from: this process, or vLLM's workers in other processes."""
+"""The captured rows: in this process, or in vLLM's workers in other processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from genlm.vllm.weights import load_of
 
 
 class LocalRows:
-    """The rows of the requests in flight, by key. The model runs in this process: they stay where
-    they were computed.
+    """The rows of the requests in flight, by key, if the model runs in this process. They stay
+    where they were computed.
 
     Attributes:
-        device: Where the rows are, as PyTorch spells it.
+        device: The device of the rows, as PyTorch names it.
     """
 
     def __init__(self, store: RowStore, device_type: str) -> None:
@@ -32,8 +32,8 @@ class LocalRows:
         )
 
     def take(self, keys: Sequence[str]) -> list[torch.Tensor | None]:
-        """Take out one row per key, ``[vocab_size]`` float32; ``None`` for one that was never
-        captured."""
+        """Remove and return one row for each key, ``[vocab_size]`` float32; ``None`` for a row that
+        was never captured."""
         rows = self._store.take(keys)
         used_here(rows)
         return rows
@@ -42,7 +42,7 @@ class LocalRows:
         self._store.clear()
 
     def model(self, llm: Any) -> Any:
-        """What users get as the underlying model: the ``torch.nn.Module`` itself."""
+        """The underlying model for users: the ``torch.nn.Module`` itself."""
         return llm.collective_rpc("get_model")[0]
 
     def hide_padding(self, model: Any, width: int) -> None:
@@ -55,8 +55,8 @@ class LocalRows:
 
 
 class WorkerRows:
-    """The model runs in worker processes: one of them sends all rows of a step together to this
-    process's memory."""
+    """The rows if the model runs in worker processes. One worker sends all rows of a step together
+    into this process's memory."""
 
     device = "cpu"
 
@@ -78,7 +78,8 @@ class WorkerRows:
         self._core.call_workers("genlm_clear_rows")
 
     def model(self, llm: Any) -> Any:
-        """The ``vllm.LLM``: the modules are in the workers."""
+        """The underlying model for users: the ``vllm.LLM``, since the modules are in the
+        workers."""
         return llm
 
     def hide_padding(self, model: Any, width: int) -> None:

@@ -1,13 +1,14 @@
 """Live sessions that stay running requests of vLLM: extending one costs what a decoding step costs.
 
-vLLM's own streaming input takes a request out of its batch when a turn ends, and puts it in again
-for the next one. Here no turn ends: the token that vLLM draws for a session is reported, but not
-appended. So its scheduler finds nothing to compute for the session, and passes over it. To extend
-it, the known tokens are appended where the scheduler and the model runner keep a request's tokens.
+vLLM's own streaming input removes a request from its batch when a turn ends, and adds it again for
+the next turn. Here turns never end: the token that vLLM draws for a session is reported, but not
+appended. So the scheduler finds nothing to compute for the session, and skips it. To extend the
+session, the known tokens are appended where the scheduler and the model runner keep a request's
+tokens.
 
-All names of vLLM that this uses are checked when a model is loaded, and a row of an extended
-session is compared with a cold one. Where something is missing or differs, sessions pause between
-their turns, as vLLM has it.
+When a model is loaded, all names of vLLM that this module uses are checked, and a row of an
+extended session is compared with a cold one. If a name is missing or the rows differ, sessions
+pause between their turns, as in vLLM itself.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class RunningSessions:
     """Wraps one method of a scheduler, and writes into the model runner of the same process.
 
     Args:
-        scheduler: vLLM's.
-        tokens: Where its model runner keeps tokens.
+        scheduler: vLLM's scheduler.
+        tokens: The tokens of its model runner.
     """
 
     def __init__(self, scheduler: Any, tokens: RunnerTokens) -> None:
@@ -45,41 +46,42 @@ class RunningSessions:
         scheduler._update_request_with_output = self._report
 
     def add(self, request_id: str) -> None:
-        """A request that is about to be handed over."""
+        """Note a request that is about to be handed to vLLM."""
         self._ids.add(request_id)
 
     def remove(self, request_ids: Sequence[str]) -> None:
         self._ids.difference_update(request_ids)
 
     def extend(self, request_id: str, token_ids: list[int]) -> None:
-        """Append tokens to an idle session, in place of what vLLM has drawn after it."""
+        """Append tokens to an idle session, in place of the token that vLLM has drawn."""
         request = self._scheduler.requests[request_id]
         start = request.num_tokens
         request.append_output_token_ids(token_ids)
         self._tokens.append(request, start, token_ids)
 
     def write(self) -> None:
-        """Let the model runner have what was appended; called before each step, on its stream."""
+        """Write appended tokens into the model runner. Called before each step, on vLLM's
+        stream."""
         self._tokens.write()
 
     def stop(self) -> None:
-        """Leave the scheduler as it was; no session may be held."""
+        """Restore the scheduler. No session may be held when this is called."""
         self._scheduler._update_request_with_output = self._append
 
     def _report(
         self, request: Any, new_token_ids: list[int], *args: Any, **options: Any
     ) -> tuple[list[int], bool]:
         if request.request_id in self._ids:
-            return new_token_ids, False  # neither appended, nor the end
+            return new_token_ids, False  # the token is not appended, and the request does not end
         reported: tuple[list[int], bool] = self._append(request, new_token_ids, *args, **options)
         return reported
 
 
 def running_sessions(engine_core: Any, adapters: int) -> RunningSessions | None:
-    """``None`` where sessions must pause.
+    """The running sessions of an engine core; ``None`` if sessions must pause.
 
     Args:
-        engine_core: vLLM's; ``None`` if it is in another process.
+        engine_core: vLLM's engine core; ``None`` if it is in another process.
         adapters: The most adapters that requests may have.
     """
     if (reason := _unsuited(engine_core, adapters)) is None:
@@ -93,7 +95,7 @@ def running_sessions(engine_core: Any, adapters: int) -> RunningSessions | None:
 
 
 def _unsuited(engine_core: Any, adapters: int) -> str | None:
-    """Why sessions must pause; ``None`` if they may run on."""
+    """Why sessions must pause; ``None`` if they may keep running."""
     from vllm import SamplingParams
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
     from vllm.v1.request import Request

@@ -14,20 +14,20 @@ from genlm.vllm.transfer import to_device
 
 
 def scored(request: ScoreRequest) -> Query:
-    """The context and the continuation without its last token: not longer than for rows. The last
-    token's log-probability is read from the next row."""
+    """The context and the continuation without its last token, which is no longer than the contexts
+    of rows. The log-probability of the last token is read from the next row."""
     return request.query.extended(request.continuation[:-1])
 
 
 def scores(
     finished: Sequence[tuple[TokenIds, torch.Tensor, torch.Tensor]],
 ) -> Sequence[torch.Tensor]:
-    """``[len(continuation)]`` float32 for each score that a step has finished, where its row is:
-    all are copied there together.
+    """``[len(continuation)]`` float32 for each score that a step has finished, on the device of its
+    row, to which all are copied together.
 
     Args:
-        finished: For each score its continuation, of several tokens; ``[vocab_size]``, the row for
-            the last of these; and the log-probabilities of its prompt's last tokens, in the host's
+        finished: For each score: its continuation of several tokens; ``[vocab_size]``, the row for
+            the last of them; and the log-probabilities of its prompt's last tokens, in the host's
             memory.
     """
     if not finished:
@@ -47,11 +47,11 @@ def scores(
 
 
 def cheaper_as_requests(scores: Sequence[ScoreRequest], core: EngineCore) -> list[ScoreRequest]:
-    """Those that take less than rows.
+    """The scores that are cheaper as vLLM requests than as rows.
 
-    With forks, vLLM computes no more than the tokens that are scored. Without, it computes the
-    context again, of which rows find all full blocks: each recomputes half a block on average.
-    With ``logprobs_mode`` the user may have asked for logits.
+    With forks, vLLM computes only the scored tokens. Without forks, it computes the context again,
+    whereas rows find all full blocks of the context, and recompute half a block each on average.
+    With ``logprobs_mode``, the user may have requested logits, which are no scores.
     """
     if not core.logprobs_mode.endswith("logprobs"):
         return []

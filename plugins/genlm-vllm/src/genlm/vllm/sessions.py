@@ -1,9 +1,9 @@
-"""Live sessions: contexts whose key/value state vLLM keeps, so that extending one costs only the
-new tokens.
+"""Live sessions: contexts whose KV cache vLLM keeps, so that extending one costs only the new
+tokens.
 
-These are only records; the engine tells vLLM. A session is an answered request that vLLM still
-holds. It keeps its blocks and one of the scheduler's ``max_num_seqs`` places. So the number of idle
-sessions is limited, and they are dropped when the key/value cache is full: as long as idle sessions
+This module only keeps records; the engine drives vLLM. A session is an answered request that vLLM
+still holds. It keeps its blocks and one of the scheduler's ``max_num_seqs`` places, so the number
+of idle sessions is limited. Idle sessions are dropped when the KV cache is full: as long as they
 and the contexts in flight fit in the cache together, vLLM can always continue.
 """
 
@@ -22,16 +22,20 @@ class Sessions:
     """The idle sessions of one engine, least recently used first, and the pinned ones.
 
     Args:
-        limit: The most sessions, pinned ones included, beside any number of requests in flight.
-        places: The most sessions and requests in flight, as long as these leave room for more
-            sessions than ``limit``.
-        capacity: Tokens that the key/value cache holds.
-        shared: Tokens in the blocks that contexts share; ``None`` where they share none.
-        footprint: Tokens that a context of a given length takes in it.
-        longest: The longest context, tokens: pinned sessions always leave room for one.
-        reach: The most new tokens for which extending a session pays. With prefix caching a new
-            request finds all full blocks, so beyond one block a session saves nothing.
-        forks: Whether a new request finds all that another one has.
+        limit: The most sessions, pinned ones included, regardless of the number of requests in
+            flight.
+        places: The most sessions and requests in flight together. If few requests are in flight,
+            this allows more sessions than ``limit``.
+        capacity: How many tokens the KV cache holds.
+        shared: How many tokens the blocks that contexts share have; ``None`` if contexts share no
+            blocks.
+        footprint: A function that gives the tokens of the KV cache that a context of a given length
+            takes.
+        longest: The longest context, in tokens. Pinned sessions always leave room for one.
+        reach: The most new tokens for which extending a session is worth it. With prefix caching, a
+            new request finds all full blocks, so beyond one block a session saves nothing.
+        forks: Whether a new request finds all tokens that another one has, also in a partly filled
+            block.
     """
 
     def __init__(
@@ -48,11 +52,11 @@ class Sessions:
     ) -> None:
         self._limit, self._places = limit, places
         self._capacity, self._footprint = capacity, footprint
-        #: Everything that vLLM has: these, and the requests in flight.
+        #: The usage of everything that vLLM has: sessions, and requests in flight.
         self.usage = CacheUsage(shared)
         self._pins = CacheUsage(shared)
         self._longest, self._reach, self._forks = longest, reach, forks
-        # By adapter and hash, which a context knows of its parent too.
+        # By adapter and hash. A context knows these of its parent too.
         self._idle: OrderedDict[tuple[Adapter | None, int], VllmRequest] = OrderedDict()
         self._taken: dict[tuple[Adapter | None, int], VllmRequest] = {}  # and not settled
         self._lengths: Counter[int] = Counter()  # of the idle ones, and of these
@@ -63,13 +67,13 @@ class Sessions:
 
     @property
     def pinned_tokens(self) -> int:
-        """Tokens of the key/value cache that pinned sessions hold."""
+        """How many tokens of the KV cache pinned sessions hold."""
         return self._pins.tokens
 
     def take(self, query: Query) -> VllmRequest | None:
-        """Take out the idle session with the longest context that ``query`` extends, which vLLM
-        still has; ``None`` if none is within reach, or a longer one has just been taken, of which a
-        fork computes fewer tokens."""
+        """Remove and return the idle session with the longest context that ``query`` extends.
+        ``None`` if no session is within reach, or if a longer one has just been taken, so that a
+        fork of that computes fewer tokens."""
         context, length = query.context, query.length
         for new in range(1, min(self._reach, length - 1) + 1):
             if length - new not in self._lengths:
@@ -86,14 +90,15 @@ class Sessions:
         return None
 
     def settle(self) -> None:
-        """What has been taken goes on as something longer."""
+        """Note that the taken sessions continue as longer contexts, so that they can no longer be
+        forked at their former ends."""
         for session in self._taken.values():
             self._forget_length(session)
         self._taken.clear()
 
     def park(self, session: VllmRequest) -> list[VllmRequest]:
-        """Keep ``session`` as the most recently used. Returns those to release: an equal one that
-        it replaces."""
+        """Keep ``session`` as the most recently used. Returns the sessions to release: an equal one
+        that it replaces."""
         key = _key(session)
         equal = self._idle.get(key)
         released = [self._give_up(equal)] if equal else []
@@ -134,19 +139,19 @@ class Sessions:
         return query in self._pinned
 
     def trim(self, in_flight: int) -> list[VllmRequest]:
-        """Take out the least recently used until the rest is within the limits and fits with the
-        requests in flight, of which there are so many."""
+        """Remove and return the least recently used sessions, until the others are within the
+        limits and fit in the cache with the requests in flight."""
         released, most = [], max(self._limit, self._places - in_flight)
         while self._idle and (len(self) > most or self.usage.tokens > self._capacity):
             released.append(self._give_up(next(iter(self._idle.values()))))
         return released
 
     def drop_idle(self) -> list[VllmRequest]:
-        """Take out all but the pinned ones."""
+        """Remove and return all sessions except the pinned ones."""
         return [self._give_up(each) for each in list(self._idle.values())]
 
     def drop(self, adapter: Adapter) -> list[VllmRequest]:
-        """Take out everything computed with ``adapter``, pinned or not."""
+        """Remove and return all sessions computed with ``adapter``, pinned ones included."""
         queries = [query for query in self._pinned if query.adapter == adapter]
         pinned = [self._pinned.pop(query) for query in queries]
         for each in pinned:
@@ -156,7 +161,7 @@ class Sessions:
         return [*pinned, *map(self._give_up, idle)]
 
     def clear(self) -> list[VllmRequest]:
-        """Take out everything; nothing is in flight."""
+        """Remove and return all sessions. No request may be in flight."""
         released = [*self._pinned.values(), *self._idle.values()]
         self._pinned.clear()
         self._idle.clear()

@@ -1,4 +1,4 @@
-"""Copies from the host to the model's device for which the host does not wait."""
+"""Copies from the host to the model's device, without making the host wait."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 
 def to_device(values: torch.Tensor | Sequence[int], device: torch.device) -> torch.Tensor:
-    """Values of the host on a device.
+    """Copy values of the host to a device.
 
-    An index that is a Python list, and any copy from memory that is not pinned, waits until the
-    device has done all that it was given: in the middle of a step, the whole forward pass.
+    Indexing with a Python list, and any copy from memory that is not pinned, would wait until the
+    device has finished all its work: in the middle of a step, the whole forward pass.
 
     Args:
         values: ``[n]``, of any type; integers become int64.
-        device: Where they are wanted.
+        device: The device to copy them to.
     """
     host = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64)
     if device.type != "cuda":
         return host.to(device, non_blocking=True)
-    # PyTorch does not give pinned memory out again before the copy has ended.
+    # PyTorch does not reuse pinned memory before the copy has ended.
     return host.pin_memory().to(device, non_blocking=True)

@@ -16,13 +16,14 @@ from genlm.vllm.internals import groups_of_layers
 from genlm.vllm.weights import load_of, watch
 
 ROWS = RowStore()
-watch()  # before this process's only model is loaded
+watch()  # set before the only model of this process is loaded
 
 GenlmRowCapture = capture_into(ROWS)
 
 
 class RowAccess:
-    """For vLLM's ``worker_extension_cls``: methods that its ``collective_rpc`` can call."""
+    """The class for vLLM's option ``worker_extension_cls``: methods that ``collective_rpc`` can
+    call."""
 
     rank: int  # vLLM's, of all workers
     parallel_config: Any
@@ -33,10 +34,11 @@ class RowAccess:
         """The rows under ``keys``, ``[len(keys), vocab_size]`` float32, as bytes; ``None`` if
         another rank has them.
 
-        Bytes, because vLLM's channel to a separate engine process may change tensors.
+        Rows are sent as bytes, because vLLM's channel to a separate engine process may change
+        tensors.
         """
         rows = [row for row in ROWS.take(keys) if row is not None]
-        # Workers that share a layer all have the same rows, or only the first of them has any.
+        # Of workers that share a layer, either all have the same rows, or only the first has rows.
         first = self.rank % self.parallel_config.tensor_parallel_size == 0
         if not first or len(rows) < len(keys):
             return None
