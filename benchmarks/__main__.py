@@ -86,7 +86,7 @@ def main() -> None:
 def run(
     name: str, side: str, turn: int, pythons: dict[str, str], model: str, quick: bool
 ) -> dict[str, Any]:
-    """One side of a workload, once, in a process of its own."""
+    """Run one side of a workload once, in a process of its own."""
     print(f"{name}: {side}, round {turn + 1}", file=sys.stderr, flush=True)
     command = [pythons[environment_of(name, side)], "-m", f"benchmarks.{name}", side]
     command += ["--model", model, *["--quick"] * quick]
@@ -118,8 +118,8 @@ def machine() -> str:
 
 
 def processor() -> str:
-    """What kind of processor this is. Machines that are lent give several kinds one name, and one
-    kind may take half the time of another."""
+    """The kind of processor. Rented machines give several kinds the same name, although one may be
+    twice as fast as another."""
     facts = cpu()
     if not facts.keys() >= {"cpu family", "model", "flags"}:
         return platform.processor() or platform.machine()
@@ -129,7 +129,7 @@ def processor() -> str:
 
 
 def cpu() -> dict[str, str]:
-    """What Linux says of a core; nothing on other systems."""
+    """Linux's description of a core; empty on other systems."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     facts = (line.partition(":") for line in lines)
     return {name.strip(): value.strip() for name, _, value in facts}

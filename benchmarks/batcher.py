@@ -57,7 +57,8 @@ def together(bench: Bench, case: str, ask: Ask, runner: asyncio.Runner, most: in
 
 
 def waiting(bench: Bench, lm: Any, runner: asyncio.Runner) -> None:
-    """Many requests at once, of which an engine takes eight at a time: rows; rows and draws."""
+    """Many requests at once, of which an engine takes eight at a time: rows only, and rows with
+    samples."""
 
     async def ask(contexts: list[list[int]], mixed: bool) -> None:
         await asyncio.gather(
@@ -85,7 +86,7 @@ def waiting(bench: Bench, lm: Any, runner: asyncio.Runner) -> None:
 
 
 def held(bench: Bench, ask: Ask, runner: asyncio.Runner) -> None:
-    """How long the event loop is held at most during one forward pass."""
+    """The longest time for which the event loop is blocked during one forward pass."""
 
     async def latest() -> float:
         answer = asyncio.ensure_future(ask(next(source)))

@@ -1,4 +1,4 @@
-"""What was measured, by case: the values of every round and side."""
+"""The results by case: the values of every round and side."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Case:
         return (max(medians) - min(medians)) / 2
 
     def ratio(self, side: str) -> float | None:
-        """How many times better ours is than a side: above 1 it is better."""
+        """How many times better ours is than another side; above 1 it is better."""
         ours, other = self.median("ours"), self.median(side)
         if not ours or not other:
             return None
@@ -95,7 +95,7 @@ def write(records: list[dict[str, Any]], file: Path) -> None:
 
 
 def newest(records: list[dict[str, Any]], machine: str = "") -> list[dict[str, Any]]:
-    """One record for each workload: of this machine if there is one, else the last."""
+    """One record for each workload: that of this machine if there is one, otherwise the last."""
     ordered = sorted(records, key=lambda kept: (kept["machine"] == machine, kept["date"]))
     return list({kept["workload"]: kept for kept in ordered}.values())
 
@@ -108,11 +108,12 @@ def cases_of(kept: dict[str, Any]) -> list[Case]:
 def changes(
     before: list[dict[str, Any]], after: list[dict[str, Any]], share: float = 0.1
 ) -> list[str]:
-    """What has moved by more than ``share``, one line each, the worst first; then how many cases
-    were compared, which workloads had none to compare with, and which another kind of processor.
+    """A line for each case that changed by more than ``share``, worst first; then how many cases
+    were compared, which workloads had nothing to compare with, and which were measured on another
+    kind of processor.
 
-    Compared is the ratio to the other side where there is one, since the machine may be another
-    one or busier; else the value itself. A move within the spread of both runs is left out.
+    The ratio to the other side is compared, if there is one, since the machine may be another one
+    or busier; otherwise the value itself. A change within the spread of both runs is left out.
     """
     old = {(case.workload, case.name, case.x): case for kept in before for case in cases_of(kept)}
     moved = []

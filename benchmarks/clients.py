@@ -87,8 +87,8 @@ async def control(lm: Any, seed: int, quick: bool) -> dict[str, Any]:
 
 
 async def control_json(lm: Any, seed: int, quick: bool) -> dict[str, Any]:
-    """genlm-control: the same under a JSON schema, behind a chat with an example: the program of
-    its README, with its number of particles."""
+    """genlm-control: the same under a JSON schema, after a chat with an example. This is the
+    program of its README, with the same number of particles."""
     from genlm.control import AWRS, JsonSchema, PromptedLLM
 
     chat = [
@@ -151,8 +151,8 @@ async def llamppl(lm: Any, seed: int, quick: bool) -> dict[str, Any]:
 
 
 async def llamppl_article(lm: Any, seed: int, quick: bool) -> dict[str, Any]:
-    """llamppl: the same behind a longer prompt, which is given to ``cache_kv``, as in its example
-    of hard constraints; the numbers are those of its test of that example."""
+    """llamppl: the same after a longer prompt, which is given to ``cache_kv``. This is its example
+    of hard constraints, with the numbers of the example's test."""
     return await _short_words(lm, ARTICLE, *((5, 4) if quick else (20, 25)), pinned=True)
 
 
@@ -213,7 +213,7 @@ SMALL = ["genlm-control", "genlm-bytes", "llamppl"]
 
 
 def run(name: str, lm: Any, seed: int, quick: bool) -> dict[str, Any]:
-    """One program, from empty caches. Importing its library is not timed."""
+    """Run one program, starting with empty caches. Importing its library is not timed."""
     importlib.import_module(name.partition(",")[0].replace("-", "."))
     lm.clear_cache()
     lm.clear_kv_cache()

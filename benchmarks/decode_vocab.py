@@ -34,7 +34,7 @@ def measure(bench: Bench, decode_vocab: Any) -> None:
 
 
 def enlarged(backend: Any, size: int) -> Any:
-    """The tokenizer with more pieces in its model: joins of those it has."""
+    """The tokenizer with more pieces in its model, which are joins of its own pieces."""
     import json
     import random
 

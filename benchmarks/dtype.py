@@ -60,7 +60,7 @@ def ours(bench: Bench) -> None:
 
 
 def step(lm: Any, contexts: list[list[int]]) -> None:
-    """Every context grows by a token, and is asked."""
+    """Extend every context by a token, and request its row."""
     for context in contexts:
         context.append(len(context))
     asyncio.run(lm.batch_next_token_logprobs(contexts))

@@ -53,7 +53,8 @@ def measure(bench: Bench, size: int) -> None:
         await asyncio.gather(prompt(), rows())
 
     async def during() -> int:
-        """Chunks from asking for a short row to its answer, from the middle of the first one."""
+        """How many chunks pass from requesting a short row, in the middle of the first chunk, to
+        its answer."""
         long = asyncio.ensure_future(prompt())
         await asyncio.to_thread(chunks.wait_for_one_more_to_begin)
         before = chunks.count

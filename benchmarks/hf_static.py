@@ -32,7 +32,7 @@ BEFORE = 4
 
 
 class Still:
-    """Records a step by running it, and replays nothing: what remains is the host's own."""
+    """A recorder whose replays do nothing, so that only the host's own work remains."""
 
     nbytes = 0
 
@@ -86,7 +86,7 @@ def ours(bench: Bench) -> None:
 
 
 def ask(engine: Any, contexts: Contexts) -> None:
-    """Answer them, in as many steps as that takes."""
+    """Answer the contexts, in as many steps as that takes."""
     from genlm.core import Query
 
     new, left = [Query(tuple(one)) for one in contexts], len(contexts)

@@ -47,7 +47,7 @@ def measure_places(
     reset: Callable[[], object],
     repeat: int,
 ) -> None:
-    """A new text each time, and all that it begins with."""
+    """Request the rows of a new text and of all its prefixes."""
     for length in PLACES[:1] if bench.quick else PLACES:
         program = Program(vocabulary, 1, length)
 

@@ -64,7 +64,7 @@ def settled(islands: Any, n: int) -> list[Any]:
 
 
 def seconds(islands: Any, workers: list[Any], particles: int) -> float:
-    """Of one run."""
+    """The seconds of one run."""
     began = time.perf_counter()
     rng = random.Random(next(seeds))  # repeating an earlier run would be answered from the cache
     islands.smc(workers, particles * len(workers), TOKENS, EVERY, rng)

@@ -136,8 +136,8 @@ def floor(bench: Bench) -> None:
         )
 
     def prefill(contexts: Contexts) -> Any:
-        """As mlx-lm's own generation does it: the last token apart, so that logits are computed of
-        no other."""
+        """Prefill as mlx-lm's own generation does: the last token separately, so that logits are
+        computed only for it."""
         cache = [layer.merge([layer] * len(contexts)) for layer in make_prompt_cache(model)]
         model(mx.array([context[:-1] for context in contexts]), cache=cache)
         mx.eval([layer.state for layer in cache])

@@ -18,8 +18,8 @@ CACHES = ("cache_kv", "clear_cache", "clear_kv_cache")
 
 
 class Rows:
-    """The rows that a program got. Played back, they cost nothing: what remains of the program's
-    time is that of its library and its own code."""
+    """The rows that a program got. Played back, they cost nothing, so the program then takes only
+    the time of its library and its own code."""
 
     def __init__(self, lm: Any) -> None:
         self._lm = lm
@@ -29,7 +29,7 @@ class Rows:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """While a program runs: keep every row that it gets."""
+        """Inside the block, keep every row that a program gets."""
         row_of, row_now, rows_of = (getattr(self._lm, name) for name in ROWS)
 
         async def one(token_ids: Sequence[int], *given: Any, **options: Any) -> Any:
@@ -50,9 +50,9 @@ class Rows:
 
     @contextlib.contextmanager
     def played_back(self) -> Iterator[None]:
-        """While the same program runs: give the rows that were kept, in the same order.
+        """Inside the block, give the same program the kept rows, in the same order.
 
-        A row that is not among them is a `KeyError`: the program has taken another way.
+        A row that was not kept raises a `KeyError`: the program has made other requests.
         """
         import torch
 
@@ -76,7 +76,8 @@ class Rows:
             yield
 
     async def _batch(self) -> None:
-        """Wait until the event loop has run once and nobody else came to wait, as a batch does."""
+        """Wait until a pass of the event loop brings no further waiting coroutine, as a batch
+        does."""
         loop = asyncio.get_running_loop()
         if self._turn is None:
             self._turn = loop.create_future()
@@ -120,8 +121,9 @@ def batches_of() -> Any:
 
 
 def forwards_of(batches: list[list[Ids]]) -> list[tuple[int, int, int]]:
-    """The forward passes that these batches need: how many contexts, tokens already known, and new
-    tokens. What is shared with an earlier context, or with another of the batch, is known."""
+    """The forward passes that these batches need: for each, the number of contexts, of known tokens
+    and of new tokens. Tokens shared with an earlier context, or with another of the batch, are
+    known."""
     known: set[Ids] = set()
     forwards = []
     for batch in batches:
@@ -135,8 +137,8 @@ def forwards_of(batches: list[list[Ids]]) -> list[tuple[int, int, int]]:
 
 
 def cpu_of_forwards(model: Any, forwards: list[tuple[int, int, int]]) -> float:
-    """CPU seconds of these forward passes in raw transformers, each on a cache that is there, with
-    the logits of the last position, and log-softmax."""
+    """CPU seconds of these forward passes in raw transformers, each on an existing cache, with the
+    logits of the last position, and log-softmax."""
     import torch
     from transformers import DynamicCache
 

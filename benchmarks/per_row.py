@@ -191,7 +191,7 @@ def time_of(
     call: Callable[[Contexts], object],
     inside: Inside,
 ) -> None:
-    """Time the steps of a case: the whole, and what is beside what passes inside the engine."""
+    """Time the steps of a case: the whole time, and the time outside the engine."""
     whole: list[float] = []
     beside: list[float] = []
     # The first turns warm up, because memory for forks is allocated then.
@@ -210,8 +210,7 @@ def time_of(
 
 
 def count_kernels(bench: Bench, folder: str) -> None:
-    """How many kernels a step of hf launches where a GPU's ways are taken, copies to callers left
-    out."""
+    """How many kernels a step of hf would launch on a GPU, without the copies for callers."""
     from genlm.core import hookimpl, load_model_by_name
     from genlm.hf.costs import COSTS
     from tools.launched import Launched

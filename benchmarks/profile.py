@@ -38,7 +38,8 @@ def ours(bench: Bench) -> None:
 
 
 def count(bench: Bench) -> float:
-    """Microseconds that the counters take for a request: its share of those of its batch."""
+    """The microseconds that the counters take for a request, as its share of those for its
+    batch."""
     from genlm.core.runtime.timeline import STAGES, Timeline
 
     timeline = Timeline()

@@ -48,15 +48,14 @@ NAMED = (
 
 
 class Bench:
-    """Measures, and prints what it measured.
+    """Measures, and prints the results.
 
     Attributes:
         side: ``"ours"``, ``"theirs"`` or ``"floor"``.
-        quick: Whether to do as little as shows that the workload runs.
+        quick: Whether to do only enough to show that the workload runs.
         model: The folder of a small real model.
-        backend: The engine that was asked for, where a workload runs on several.
-        clock: What times are read from, in seconds: wall time, unless a workload sets
-            ``time.process_time``.
+        backend: The requested engine, if a workload runs on several.
+        clock: The clock, in seconds: wall time, unless a workload sets ``time.process_time``.
     """
 
     def __init__(self, side: str, quick: bool, model: str, backend: str | None = None) -> None:
@@ -82,14 +81,14 @@ class Bench:
         counted; return the median, in ``unit``.
 
         Args:
-            case: What is measured; equal on every side.
-            call: Called with what ``prepare`` returned, or with nothing where there is none.
+            case: The name of what is measured, equal on every side.
+            call: Called with the result of ``prepare``, or without arguments if that is not given.
             unit: ``"s"``, ``"ms"``, ``"us"`` or ``"ns"``.
             x: The position on a curve: cases of one name and different ``x`` are one curve.
             repeat: How many times.
             warm: How many calls before them are not counted.
-            per: How many things one call does; times are for one of them.
-            prepare: Makes what one call needs; its time is not counted.
+            per: How many operations one call does; times are for one operation.
+            prepare: Prepares one call. Its time is not counted.
         """
         values = []
         for _ in range(warm + (min(repeat, 3) if self.quick else repeat)):
@@ -103,22 +102,23 @@ class Bench:
     def record(
         self, case: str, values: Sequence[float] | float, *, unit: str, x: float | None = None
     ) -> None:
-        """Say what was measured in another way: the values of all repetitions, or one value."""
+        """Record values that were measured in another way: those of all repetitions, or a single
+        one."""
         values = [values] if isinstance(values, int | float) else list(values)
         self._say(case=case, x=x, unit=unit, values=[round(value, 6) for value in values])
 
     def note(self, text: str) -> None:
-        """Say something that the reader of the results must know."""
+        """Add a note for the reader of the results."""
         self._say(note=text)
 
     def about(self) -> None:
-        """Say what this environment is."""
+        """Record a description of this environment."""
         found = {str(one.metadata["Name"]).lower(): one.version for one in distributions()}
         named = {name: version for name, version in sorted(found.items()) if name.startswith(NAMED)}
         self._say(python=platform.python_version(), versions=named)
 
     def peak(self) -> None:
-        """Say the most memory that this process has had, or one that it started."""
+        """Record the peak memory of this process, or of a process that it started."""
         most = max(
             resource.getrusage(who).ru_maxrss
             for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)

@@ -38,7 +38,7 @@ new_ids = itertools.count(1)
 
 
 def new_contexts(n: int, length: int = 20) -> list[list[int]]:
-    """Contexts that have not been asked for before."""
+    """Contexts that were not requested before."""
     source = random.Random(next(new_ids))
     return [[source.randrange(200) for _ in range(length)] for _ in range(n)]
 
@@ -63,7 +63,7 @@ def over_rows(bench: Bench, lm: Any) -> None:
 
 
 def cpu_time(bench: Bench, rows: Callable[[list[list[int]]], None]) -> None:
-    """What ``rows`` of new contexts cost this process, whatever else the machine does."""
+    """The CPU time of this process for ``rows`` of new contexts."""
     bench.clock = time.process_time
     for n in WAVES:
         case = "CPU time of the program, rows at once"
@@ -151,7 +151,7 @@ def recover(bench: Bench, replicas: int) -> None:
 
 
 def await_all(lm: Any) -> None:
-    """Until every replica has loaded its model again."""
+    """Wait until every replica has loaded its model again."""
     import ray
 
     for index in range(len(lm.underlying_model)):

@@ -1,4 +1,4 @@
-"""RESULTS.md: what was measured, for readers."""
+"""Writes RESULTS.md: the results, for readers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def introduction(machine: str) -> list[str]:
 
 
 def origin(kept: dict[str, Any]) -> str:
-    """How these figures are made again, and when and how they were made."""
+    """How to reproduce these figures, and when and how they were made."""
     rounds = kept["rounds"]
     turns = "1 round" if rounds == 1 else f"{rounds} rounds"
     least, most = kept["loads"]

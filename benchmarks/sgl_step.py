@@ -81,7 +81,7 @@ def split(
     scheduler: Stopwatch,
     forward: Stopwatch,
 ) -> None:
-    """Where the time of an ``extend`` goes."""
+    """Divide the time of an ``extend`` among its parts."""
     contexts, taken = program.prompts(), []
     ask(contexts)
     for _ in range(3 if bench.quick else program.repeats):

@@ -57,7 +57,7 @@ class Program:
 
     @property
     def long(self) -> bool:
-        """Whether it takes long to make its contexts known."""
+        """Whether computing the contexts for the first time takes long."""
         return self.n * self.length > LONG_PROGRAM_TOKENS
 
     @property
@@ -183,9 +183,9 @@ def measure_shared(
     memory: Callable[[], float] | None = None,
     give: Callable[[list[int]], object] | None = None,
 ) -> None:
-    """Contexts behind one prompt: the first step, and each further one; and the MiB of
-    memory beyond those before the first case. ``give`` makes the prompt known; it is part of the
-    first step, as the prompt's own forward is on every side."""
+    """Contexts with one prompt: the first step, each further one, and the MiB of memory beyond
+    those before the first case. ``give`` computes the prompt. It is part of the first step, as the
+    prompt's forward is on every side."""
     memory = memory or resident
     reset()
     before = memory()
@@ -241,7 +241,7 @@ def measure_resampled(
 
 
 def resident() -> float:
-    """MiB of memory that this process has now; 0 where the system does not say."""
+    """The memory of this process, in MiB; 0 if the system does not tell."""
     status = Path("/proc/self/status")
     if sys.platform != "linux" or not status.exists():
         return 0.0
@@ -281,8 +281,8 @@ def transformers_model(bench: Bench) -> tuple[Callable[..., Any], int]:
 
 
 def transformers_floor(bench: Bench, lengths: bool = False) -> None:
-    """What the same tokens cost in raw transformers; with ``lengths``, those of
-    :func:`measure_lengths` too."""
+    """The cost of the same tokens in raw transformers; with ``lengths``, also of those of
+    :func:`measure_lengths`."""
     import torch
 
     bench.clock = time.process_time

@@ -62,7 +62,7 @@ def measure(bench: Bench, decode_vocab: Any, token: Any, kinds: list[Any]) -> No
 
 
 def enlarged(words: list[bytes], size: int) -> list[bytes]:
-    """The words and, up to ``size``, joins of two of them; the same ones on every side."""
+    """The words, enlarged to ``size`` by joins of two of them, which are the same on every side."""
     generator = random.Random(0)
     short = [word for word in words if 0 < len(word) < 7]
     found = dict.fromkeys(words)
@@ -88,7 +88,7 @@ def reductions(tries: list[Any], operation: str, rows: Any) -> list[Callable[[],
 
 
 def best(bench: Bench, case: str, calls: list[Callable[[], object]], x: float, repeat: int) -> None:
-    """Record the times of whichever call is fastest."""
+    """Record the times of the fastest call."""
     repeat = min(repeat, 3) if bench.quick else repeat
     quickest = min((times(call, repeat) for call in calls), key=statistics.median)
     bench.record(case, quickest, unit="ms", x=x)

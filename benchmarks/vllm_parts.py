@@ -65,7 +65,7 @@ def behind_a_prompt(n: int, source: random.Random) -> Iterator[Contexts]:
 
 
 def parts() -> dict[str, tuple[Program, Callable[[], AbstractContextManager[Any]]]]:
-    """By name: the work that a part is for, and how to switch it off."""
+    """For each part's name, its workload, and how to switch it off."""
     from genlm.vllm.cache_usage import CacheUsage
     from genlm.vllm.forks import Forks
     from genlm.vllm.new_requests import NewRequests

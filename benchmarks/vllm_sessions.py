@@ -102,7 +102,7 @@ def ratios(of: Sequence[float], to: Sequence[float]) -> list[float]:
 
 
 def gathered(lm: AsyncLM, runner: asyncio.Runner) -> Way:
-    """Ask for all rows at once, each by a coroutine of its own."""
+    """Request all rows at once, each by a coroutine of its own."""
 
     async def gather(contexts: Contexts) -> None:
         await asyncio.gather(*map(lm.next_token_logprobs, contexts))

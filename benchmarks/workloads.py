@@ -12,7 +12,7 @@ SIDES = ("floor", "ours", "theirs")
 
 
 def workloads() -> list[str]:
-    """Their names: the modules that have a side."""
+    """The names of the workloads: the modules that have a side."""
     return sorted(path.stem for path in FOLDER.glob("*.py") if sides_of(path.stem))
 
 
@@ -27,12 +27,12 @@ def title_of(name: str) -> str:
 
 
 def plugin_of(name: str) -> str:
-    """Whose environment `ours` and `floor` run in."""
+    """The plugin in whose environment `ours` and `floor` run."""
     return str(constant(name, "PLUGIN") or "hf")
 
 
 def peer_of(name: str) -> list[str] | None:
-    """What `theirs` needs, if it is more than for hf."""
+    """The further requirement of `theirs`, if it needs more than for hf."""
     peer: list[str] | None = constant(name, "PEER")
     return peer
 

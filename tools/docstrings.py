@@ -1,4 +1,5 @@
-"""A Griffe extension: roles in docstrings, such as those of Sphinx, become links of the site."""
+"""A Griffe extension that turns roles in docstrings, like those of Sphinx, into links of the
+site."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ def write(folder: Path) -> None:
 def write_metadata(
     folder: Path, name: str, version: str, groups: Mapping[str, Mapping[str, str]]
 ) -> Path:
-    """The metadata of one distribution, with its entry points by their groups; returns where it
-    is."""
+    """Write the metadata of one distribution with its entry points by group, and return its
+    folder."""
     place = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     place.mkdir(parents=True, exist_ok=True)
     (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

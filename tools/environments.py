@@ -1,5 +1,5 @@
-"""The environments of the tasks, and what is installed in them: by uv, from where pip would take
-it."""
+"""The environments of the tasks. uv installs the packages, from the places that pip is configured
+with."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def need_home() -> None:
 
 
 def prepare(session: nox.Session) -> None:
-    """Set what uv may install and from where, the number of threads, and how text is encoded.
+    """Set what uv may install and from where, the number of threads, and the encoding of text.
 
     One thread, because on a small shared machine two threads wait for each other. That can be
     twenty times slower, and it varies. UTF-8, which Python 3.11 to 3.14 do not take by themselves
@@ -108,14 +108,15 @@ class Environment:
             self.pip(*step)
 
     def program(self, name: str) -> str:
-        """The path of one of its programs."""
+        """The path of one of the environment's programs."""
         return str(self.folder / PROGRAMS / f"{name}{SUFFIX}")
 
     def pip(self, command: str, *words: str) -> None:
         """Run a command of ``uv pip``, unless nox is to install nothing (``nox -R``).
 
         Raises:
-            nox.command.CommandFailed: it failed, and uv's reason if nobody has seen it yet.
+            nox.command.CommandFailed: the command failed. The error has uv's reason, if it was not
+                printed yet.
         """
         command_line = [UV, "pip", command, "--python", self.program("python"), *words]
         if self.session.interactive:
@@ -134,7 +135,7 @@ class Environment:
                 raise nox.command.CommandFailed(reason) from failed
 
     def run(self, program: str, *arguments: str) -> None:
-        """Run one of its programs, which finds the others."""
+        """Run one of the environment's programs, with the others on its path."""
         path = os.pathsep.join([str(self.folder / PROGRAMS), os.environ["PATH"]])
         self.session.run(self.program(program), *arguments, external=True, env={"PATH": path})
 
@@ -168,7 +169,7 @@ def whole(*folders: Path) -> list[str]:
 
 
 def real_model(session: nox.Session, environment: Environment | None = None) -> str:
-    """The folder of a small real model. It is made first if it is missing.
+    """The folder of a small real model, which is made first if it is missing.
 
     ``environment`` makes it; ``None`` is the session's own.
     """

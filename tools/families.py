@@ -39,16 +39,17 @@ REASON_CHARACTERS = 160
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a family's small model on a backend.
+    """The outcome for a family's small model on a backend.
 
     Attributes:
         backend: The backend's name.
         family: The ``model_type`` of transformers.
-        outcome: ``"right"``, ``"refused"``, ``"not built"`` (no small model could be made), or what
-            else the sweep says.
-        limit: What holds of right rows: ``"contexts end early"``, ``"keeps no state"``, or nothing.
-        why: What the error says, of a family that has no rows.
-        versions: Of the engine and of transformers.
+        outcome: ``"right"``, ``"refused"``, ``"not built"`` (no small model could be made), or
+            another outcome of the sweep.
+        limit: The limitation of right rows: ``"contexts end early"``, ``"keeps no state"``, or
+            nothing.
+        why: The text of the error, for a family without rows.
+        versions: The versions of the engine and of transformers.
     """
 
     backend: str
@@ -76,7 +77,7 @@ def read(file: Path) -> dict[tuple[str, str], Outcome]:
 
 
 def recorded(backend: str, family: str) -> Outcome | None:
-    """What the record says of a family; ``None`` if the backend has no such family."""
+    """The recorded outcome for a family; ``None`` if the backend has no such family."""
     return read(RECORD).get((backend, family))
 
 
@@ -86,7 +87,7 @@ def lines(outcomes: dict[tuple[str, str], Outcome]) -> Iterator[str]:
 
 
 def said(outcome: Outcome | None) -> str:
-    """An outcome as the table has it; nothing where the engine has no such family."""
+    """An outcome in the words of the table; empty if the engine has no such family."""
     if outcome is None:
         return ""
     if outcome.outcome == "right":

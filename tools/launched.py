@@ -1,4 +1,4 @@
-"""Counts what a step computes, as a GPU would launch kernels for it."""
+"""Counts the operations of a step for which a GPU would launch kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One version for all distributions: it stands in the file ``VERSION``.
+"""One version for all distributions, which is in the file ``VERSION``.
 
 ``check`` shows that everything else agrees with it, ``notes`` prints the changelog of this version.
 """
@@ -33,7 +33,7 @@ def projects() -> dict[str, dict[str, Any]]:
 
 
 def problems(tag: str | None) -> list[str]:
-    """What does not agree with the version."""
+    """The places that do not agree with the version."""
     ours = version()
     found = []
     if tag is not None and tag != f"v{ours}":
@@ -53,9 +53,10 @@ def problems(tag: str | None) -> list[str]:
 
 
 def pin_problems(project: dict[str, Any], ours: Version) -> list[str]:
-    """What is wrong with the ranges of genlm-core and genlm-kit that a distribution takes.
+    """The errors in the ranges of genlm-core and genlm-kit that a distribution requires.
 
-    The minor version is that of the hooks, and of the kit's interface, so it takes that one alone.
+    The minor version stands for the hooks and for the kit's interface, so a distribution must
+    require exactly that minor version.
     """
     within = f">={ours.major}.{ours.minor},<{ours.major}.{ours.minor + 1}"
     taken = {one.name: one for one in map(Requirement, project["dependencies"])}

@@ -15,7 +15,7 @@ Sizes = tuple[int, int, int, int, int]
 
 
 def _transformer(sizes: Sizes) -> dict[str, Any]:
-    """What shapes with attention have in common."""
+    """The settings that shapes with attention have in common."""
     width, layers, heads, kv_heads, inner = sizes
     return {
         "vocab_size": VOCABULARY,

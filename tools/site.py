@@ -69,7 +69,8 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def prepare(model: str, only: str | None = None) -> None:
-    """Write the source of the site. ``only`` executes one tutorial, the others keep no outputs."""
+    """Write the source of the site. With ``only``, only this tutorial is executed, and the others
+    have no outputs."""
     # Imported here, because the tests of this file have no griffe.
     from tools.blocks import directives
 
@@ -127,7 +128,7 @@ def kernel() -> Iterator[Any]:
 
 
 def executed(page: Path, model: str, manager: Any) -> str:
-    """A tutorial with the outputs of its Python cells, whose checks hold."""
+    """A tutorial with the outputs of its Python cells, after checking its statements about them."""
     import jupytext
     from nbclient import NotebookClient
 

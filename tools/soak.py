@@ -117,7 +117,8 @@ class Soak:
                 self.found(f"{what} ever more {kind}: {[held[kind] for held in each]}")
 
     def one_round(self, number: int) -> None:
-        """Use a model until its users leave, and again, and then until it is closed under them."""
+        """Use a model until its users leave, a second time, and then until it is closed while they
+        are active."""
         violations: list[Exception] = []
         lm = self.suite.load(check=violations.append)
         self.used.append([])
@@ -210,15 +211,15 @@ class Soak:
         self.stopped.set()
 
     def stop(self, *_: object) -> None:
-        """Let users end what they do, and say what was done so far: it may take long."""
+        """Let users finish, and print what was done so far, since finishing may take long."""
         self.stopped.set()
         print(f"{self}, stopped early", flush=True)
 
 
 @contextmanager
 def ended_if_it_hangs(seconds: float) -> Iterator[None]:
-    """Give what is done here so long. A request that hangs is noticed by who asks, anything else
-    here."""
+    """Inside the block, end the process after a limit of time. Users notice hanging requests
+    themselves; any other hang is noticed here."""
     hangs = threading.Timer(seconds, show_and_end)
     hangs.daemon = True
     hangs.start()
@@ -230,9 +231,11 @@ def ended_if_it_hangs(seconds: float) -> Iterator[None]:
 
 
 def show_and_end() -> None:
-    """Print where each thread stands, and end the process, which would wait for those that hang.
+    """Print where each thread is, and end the process, which would otherwise wait for hanging
+    threads.
 
-    With the interpreter's lock: `dump_traceback_later` takes none, and crashes where a thread runs.
+    This holds the interpreter's lock. `dump_traceback_later` does not, and may crash while a thread
+    runs.
     """
     faulthandler.dump_traceback(file=2)
     os._exit(1)

@@ -14,7 +14,7 @@ SOURCES = [*ROOT.glob("*/src"), *ROOT.glob("plugins/*/src")]
 
 @functools.cache
 def found(name: str) -> Any:
-    """What has a name: a module, class or function, with its docstring."""
+    """The object of a name: a module, class or function, with its docstring."""
     loaded: Any = _modules()[name]
     while loaded.is_alias:
         loaded = loaded.final_target

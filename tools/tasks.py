@@ -1,5 +1,5 @@
-"""Runs tasks of nox, several at a time, and ends in a table: what ran, how long, what was skipped
-and why."""
+"""Runs tasks of nox, several at a time, and prints a table at the end: what ran, how long, what was
+skipped and why."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Done:
     log: str
 
     def skipped(self) -> list[str]:
-        """What was left out, and why; each reason once."""
+        """The skipped parts and the reasons; each reason once."""
         reasons: dict[str, int] = {}
         for found in SKIPPED.finditer(self.log):
             if CLAUSES not in (found["file"] or "").replace(os.sep, "/"):
@@ -46,8 +46,8 @@ class Done:
 
 
 def run(named: Mapping[str, Sequence[str]], folder: Path, at_once: int) -> bool:
-    """Run the tasks, each with its arguments. Print the log of each when it ends, then the table;
-    say whether all passed."""
+    """Run the tasks, each with its arguments. Print the log of each when it ends, then the table.
+    Returns whether all passed."""
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     done: list[Done] = []

@@ -1,5 +1,5 @@
-"""Counts what a step copies between the host and a device, and where it waits for the device, on a
-machine without one."""
+"""Counts the copies between host and device in a step, and finds waits for the device, on a machine
+without one."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class _Made(TorchFunctionMode):
 
 
 class _Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts copies to the device, those included that an operation makes of its arguments, and
-    operations that wait for a value of it."""
+    """Counts copies to the device, including those that an operation makes of its arguments, and
+    operations that wait for a value from the device."""
 
     up = down = 0
 
@@ -71,7 +71,7 @@ class _Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @define
 class Counts:
-    """Copies to the device, and what waits for it."""
+    """The number of copies to the device, and of waits for it."""
 
     up: int = 0
     down: int = 0
@@ -79,7 +79,7 @@ class Counts:
 
 @contextmanager
 def counted() -> Iterator[Counts]:
-    """Counts copies between the host and :data:`META` while it lasts."""
+    """Inside the block, count copies between the host and :data:`META`."""
     counts = Counts()
     with _Made() as made, _Moved() as moved:  # type: ignore[no-untyped-call]
         yield counts

@@ -23,16 +23,16 @@ HURRY = 0.002
 
 @define(eq=False)
 class User:
-    """A model as one of its users has it, with the hooks of an engine.
+    """A model in the hands of one of its users, with the hooks of an engine.
 
-    What a step admits is asked in an event loop, which several users share, and adapters have names
-    of their own; all else are calls that block.
+    Requests admitted by a step are made in an event loop, which several users share. Each user's
+    adapters have names of their own. Everything else is a blocking call.
 
     Args:
         lm: The model.
-        loop: Where requests are asked.
-        name: Of the user.
-        patience: How long the model may do nothing while a request waits, seconds.
+        loop: The event loop in which requests are made.
+        name: The name of the user.
+        patience: The most seconds for which the model may do nothing while a request waits.
     """
 
     lm: AsyncLM
@@ -105,7 +105,7 @@ class User:
         return [Answer(request, task.exception() or task.result()) for request, task in tasks]
 
     async def _ask(self, request: Request) -> Any:
-        """Ask, and again if somebody has reset what waits."""
+        """Make a request, and repeat it if another user has reset waiting requests."""
         while True:
             with suppress(QueriesResetError):
                 return await self._asked(request)
@@ -127,11 +127,12 @@ class User:
 
 @define(eq=False, kw_only=True)
 class Usual(Program):
-    """The program of a user: rows are those of the suite within its tolerance, contexts are text
-    where the tokenizer has words, and what waits or is cached is dropped now and then, for all.
+    """The program of a user. Rows must agree with cold ones within the suite's tolerance, contexts
+    are text if the tokenizer has words, and from time to time waiting requests and caches of all
+    users are dropped.
 
     Args:
-        contexts: Of the model.
+        contexts: The contexts to use.
     """
 
     engine: User

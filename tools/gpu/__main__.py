@@ -135,7 +135,7 @@ def run_program(options: argparse.Namespace) -> Iterator[Found]:
 
 
 def run_parts(options: argparse.Namespace) -> Iterator[Found]:
-    """What parts of genlm-vllm give; well if the benchmark runs."""
+    """Measure the gain of parts of genlm-vllm. The check passes if the benchmark runs."""
     if not (default_folder() / "model.safetensors").exists():
         yield {"what": "vllm parts", "skipped": "no model; run tools/smollm2.py"}, True
         return
@@ -153,9 +153,9 @@ class Stage:
     """A part of the run, in a process of its own.
 
     Attributes:
-        run: Gives what it finds; ``None`` where another module does.
-        seconds: Its limit. Then it is ended, and what it found is kept.
-        module: What is run, with its first arguments.
+        run: Returns the results; ``None`` if another module runs instead.
+        seconds: The limit of the stage. After that it is ended, and its results so far are kept.
+        module: The module to run, with its first arguments.
         needs: A package without which the stage is skipped.
     """
 
@@ -219,7 +219,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(name: str, options: argparse.Namespace) -> Iterator[Found]:
-    """One stage, in a process of its own, until its limit."""
+    """Run one stage in a process of its own, up to its limit."""
     stage = STAGES[name]
     if find_spec(stage.needs) is None:
         yield {"what": name, "skipped": f"{stage.needs} is not installed"}, True
@@ -254,7 +254,7 @@ def run(name: str, options: argparse.Namespace) -> Iterator[Found]:
 
 
 def run_inside(name: str, options: argparse.Namespace) -> bool:
-    """One stage, in this process: prints what it finds. Whether all is well."""
+    """Run one stage in this process, and print its results. Returns whether all checks passed."""
     sound, found = True, STAGES[name].run
     assert found is not None
     for figures, well in found(options):

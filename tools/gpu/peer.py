@@ -1,5 +1,5 @@
-"""genlm-backend beside us, where it is installed: ``pip install --no-deps --target FOLDER
-genlm-backend==0.3.1``, and the folder on the path."""
+"""Measures genlm-backend for comparison, if it is installed: ``pip install --no-deps --target
+FOLDER genlm-backend==0.3.1``, with the folder on the path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ BYTES_EACH = 10
 
 
 def is_here() -> bool:
-    """Whether it can be imported, itself and not our drop-in, and a tokenizer for it is here."""
+    """Whether genlm-backend itself, and not this project's replacement, can be imported, and a
+    tokenizer for it exists."""
     try:
         found = find_spec("genlm.backend.llm.hf")
     except ModuleNotFoundError:

@@ -44,7 +44,7 @@ def program_figures(device: str, dtype: str, particles: int) -> dict[str, Any]:
 
 
 class WithThen:
-    """A model without ``then``: each caller computes alone what it wants of its row."""
+    """A model without ``then``: each caller applies the function to its own row."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -61,7 +61,7 @@ class Steps:
         return [self._source.randrange(100, self.engine.vocab_size) for _ in range(n)]
 
     def ask(self, queries: list[Any], samples: list[Any]) -> dict[Any, Any]:
-        """The rows of the queries; the draws may go on."""
+        """The rows of the queries; samples may continue."""
         width = self.engine.vocab_size
         answers = self.engine.genlm_step(queries, samples, [], [], width)
         rows = {answer.request: answer.result for answer in answers}
@@ -125,7 +125,7 @@ class Steps:
 
     def waits(self, n: int) -> Counter[str]:
         """Where Python waits for the device in a step, by file and line: with rows alone, and with
-        rows beside draws."""
+        rows and samples."""
         from genlm.core.types import SampleRequest, SamplingParams
         from tools.gpu.timing import waits_of
 
@@ -143,7 +143,7 @@ class Steps:
 
 
 def figures(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], bool]]:
-    """What was found, and whether it is well."""
+    """The figures, and whether the check passed."""
     import torch
     import vllm
 

@@ -65,7 +65,7 @@ class Raw:
         return rows
 
     def forget(self) -> None:
-        """Give its memory back."""
+        """Free its memory."""
         self._cache = None
 
     def extend(self, tokens: list[int]) -> None:

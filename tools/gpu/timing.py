@@ -1,4 +1,4 @@
-"""How long calls take on a device, and what they make it do."""
+"""Measures how long calls take on a device, and what they launch there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def on_cuda(device: str) -> bool:
 
 
 def finish(device: str) -> None:
-    """Wait for what is queued on a device."""
+    """Wait for the work queued on a device."""
     if on_cuda(device):
         torch.cuda.synchronize(device)
 
@@ -42,8 +42,8 @@ def median(call: Callable[[], object], device: str, repeat: int) -> float:
 
 
 def work_of(call: Callable[[], object], device: str) -> dict[str, float]:
-    """What one call makes a GPU do: kernels and graphs that it launches, waits for the device,
-    copies, and the milliseconds for which the device is busy. Nothing on other devices."""
+    """The work of one call on a GPU: launched kernels and graphs, waits for the device, copies, and
+    the milliseconds for which the device is busy. Empty on other devices."""
     if not on_cuda(device):
         return {}
     from torch._C._autograd import DeviceType
@@ -68,8 +68,7 @@ def work_of(call: Callable[[], object], device: str) -> dict[str, float]:
 
 
 def waits_of(call: Callable[[], object], device: str) -> Counter[str]:
-    """Where Python waits for a GPU while it makes a call, by file and line; nothing on other
-    devices."""
+    """Where Python waits for a GPU during a call, by file and line; empty on other devices."""
     if not on_cuda(device):
         call()
         return Counter()

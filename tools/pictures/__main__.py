@@ -44,7 +44,7 @@ def example() -> Any:
 
 
 def traced(lm: AsyncLM, program: Callable[[], Any]) -> Recorded:
-    """What a program did."""
+    """The trace of a program."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         with lm.trace(trace):

@@ -20,7 +20,7 @@ ROOT_WIDTH = 150
 
 @define
 class Node:
-    """A token after a context, and how many particles have it."""
+    """A token after a context, with the number of particles that have it."""
 
     text: str
     particles: int = 0
@@ -83,7 +83,7 @@ def drawn(root: Node, asked: int, computed: int, requests: int) -> Picture:
 
 
 def place(node: Node, y: float) -> float:
-    """Give a node and its children their heights; returns where the next leaf goes."""
+    """Give a node and its children their heights, and return the height of the next leaf."""
     if not node.children:
         node.y = y
         return y + LEAF

@@ -1,5 +1,5 @@
-"""What ``lm.trace`` recorded, as lanes over time: when each request waited and was computed, and
-what the engine did."""
+"""Draws a record of ``lm.trace`` as lanes over time: when each request waited and was computed, and
+the engine's work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Span:
 
 @define
 class Recorded:
-    """What a trace has: the spans of requests in the order asked, and of the engine's batches."""
+    """The contents of a trace: the spans of requests in order, and of the engine's batches."""
 
     requests: list[Span]
     batches: list[Span]
@@ -80,7 +80,7 @@ def lanes(
         title: What the picture shows.
         recorded: The whole trace.
         callers: The name of each lane, and its requests.
-        height: Of a lane, in pixels.
+        height: The height of a lane, in pixels.
     """
     end = max(span.end for span in (*recorded.requests, *recorded.batches))
     below = MARGIN + 34 + height * len(callers)
