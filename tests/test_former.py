@@ -79,7 +79,7 @@ def test_a_subclass_that_does_not_load() -> None:
             use()
 
 
-def test_methods_of_other_tools(mock) -> None:
+def test_methods_of_other_tools_get_a_hint(mock) -> None:
     lm = mock()
     for name, way in METHODS.items():
         with pytest.raises(AttributeError, match=re.escape(f"has no attribute {name!r}: {way}")):

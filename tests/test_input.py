@@ -246,7 +246,7 @@ def test_arguments_that_a_method_needs(mock):
         AsyncLM()
 
 
-def test_more_arguments_by_position_than_there_are(mock):
+def test_too_many_positional_arguments_are_rejected(mock):
     lm = mock()
     wanted = r"stream takes .*eos_token_ids by position; got 1 more; write temperature=0.5"
     with pytest.raises(InvalidOptionError, match=wanted):

@@ -84,7 +84,7 @@ def test_requests_wait_for_an_earlier_one_that_has_not_begun():
 
 
 def test_request_with_a_longer_known_prefix_waits_for_the_next():
-    """Of a tree each branch is computed once."""
+    """Each branch of a prefix tree is computed once."""
     leaders: Leaders = Leaders(10)
     branches = [[(*START, n, *range(30, 50), last) for last in (1, 2)] for n in (1, 2)]
     new = keys(*branches[0], *branches[1])

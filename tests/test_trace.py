@@ -57,7 +57,7 @@ def test_requests_batches_stages_and_hits(mock, path):
     for span in stages:
         assert span["tid"] == batch["tid"]
         assert batch["ts"] <= span["ts"]
-        # Rounded to nanoseconds.
+        # Times in a trace are rounded to nanoseconds.
         assert span["ts"] + span["dur"] <= batch["ts"] + batch["dur"] + 0.01
     (thread,) = [event for event in events if event["ph"] == "M" and event["tid"] == batch["tid"]]
     assert thread["args"] == {"name": "genlm-mock"}

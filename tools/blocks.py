@@ -163,7 +163,7 @@ def _heading(thing: Any, level: int) -> list[str]:
 
 
 def _split(arguments: str) -> list[str]:
-    """The arguments of a signature: parted by the commas outside of brackets."""
+    """The arguments of a signature, which are separated by the commas outside of brackets."""
     parts, depth = [""], 0
     for character in arguments:
         depth += (character in "([{") - (character in ")]}")

@@ -1,4 +1,4 @@
-"""Small random models and adapters, for what needs many answers in little time."""
+"""Small random models and adapters, for programs that need many answers in little time."""
 
 from __future__ import annotations
 

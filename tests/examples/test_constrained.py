@@ -111,7 +111,7 @@ def printed(monkeypatch, capsys, program, real_model):
     return run
 
 
-def test_on_a_real_model_every_text_is_of_the_schema(printed, tmp_path):
+def test_every_text_of_a_real_model_matches_the_schema(printed, tmp_path):
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed here")
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     *texts, last = printed(

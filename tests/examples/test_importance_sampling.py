@@ -90,6 +90,6 @@ def test_text_that_does_not_end_in_time_has_weight_zero(program, lm):
     assert only.log_weight == -math.inf
 
 
-def test_the_program_runs(program, run_on_the_mock) -> None:
+def test_example_runs_on_the_mock(program, run_on_the_mock) -> None:
     printed = run_on_the_mock("importance_sampling", "--pattern", "[a-c]+", "--samples", "40")
     assert "effective sample size" in printed

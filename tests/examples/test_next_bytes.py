@@ -20,5 +20,5 @@ def test_the_next_token_and_the_next_bytes(example, lm):
     assert both == pytest.approx(float(row[ord("a")] * after[ord("b")]), rel=1e-5)
 
 
-def test_the_program_runs(run_on_the_mock) -> None:
+def test_example_runs_on_the_mock(run_on_the_mock) -> None:
     assert "' a'" in run_on_the_mock("next_bytes", " a")

@@ -109,6 +109,6 @@ def test_only_plain_text_without_the_letters_is_allowed(program: ModuleType, lm:
     assert not {b"e", b"E", b"\n", b"\xff", b"<|bos|>"} & tokens
 
 
-def test_the_program_runs(run_on_the_mock: Callable[..., str]) -> None:
+def test_example_runs_on_the_mock(run_on_the_mock: Callable[..., str]) -> None:
     printed = run_on_the_mock("smc", "--particles", "8", "--max-tokens", "4")
     assert "log normalising constant" in printed

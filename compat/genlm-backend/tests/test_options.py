@@ -164,7 +164,7 @@ def tiny_model() -> tuple[Any, Any]:
         ("hf", {"prefill_step_size": 512}),
     ],
 )
-def test_an_option_of_another_backend_is_refused_and_not_dropped(
+def test_an_option_of_another_backend_is_rejected_and_not_dropped(
     backend: str, options: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidOptionError, match=rf"no option {next(iter(options))}"):

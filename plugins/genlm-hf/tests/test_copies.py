@@ -76,7 +76,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 def ask(engine: HFEngine, *contexts: Sequence[int]) -> Counts:
-    """How often a step copies that answers these contexts."""
+    """Answer contexts in one step, and count its copies."""
     queries = [Query(tuple(context)) for context in contexts]
     with counted() as counts:
         answers = engine.genlm_step(queries, [], TOKENS)

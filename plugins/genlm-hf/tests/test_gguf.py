@@ -272,7 +272,7 @@ def test_frequencies_without_a_setting_are_divided_in_the_model(tmp_path: Path) 
     torch.testing.assert_close(row, expected, atol=1e-3, rtol=0)
 
 
-def test_unsupported_gguf_setting_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_gguf_setting_is_rejected_by_name(tmp_path: Path) -> None:
     model = build(LlamaConfig(**SIZES))
     tried: tuple[tuple[str, dict[str, Any], dict[str, Any], str], ...] = (
         ("tensor", {}, {"blk.0.attn_q_norm.weight": [1.0] * 16}, r"blk\.0\.attn_q_norm\.weight"),

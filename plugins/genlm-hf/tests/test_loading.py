@@ -248,7 +248,7 @@ def test_the_hub_token_is_not_shown() -> None:
     assert "'revision': 'main'" in shown
 
 
-def test_compiling_with_cuda_graphs_is_refused(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_with_cuda_graphs_is_rejected(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for mode in ("reduce-overhead", "max-autotune"):

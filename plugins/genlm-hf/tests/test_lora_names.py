@@ -152,13 +152,13 @@ def test_a_layer_that_the_file_lacks(targets: Any, lacks: str, tmp_path: Path) -
     "settings",
     [{"use_rslora": True}, {"rank_pattern": {"w1": RANK}}, {"alpha_pattern": {"mlp.w1": 1}}],
 )
-def test_settings_of_joined_modules_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_of_joined_modules_are_rejected(settings: dict[str, Any], tmp_path: Path) -> None:
     model, modules, _ = experts("mixtral")
     write(tmp_path, modules, target_modules=LEAVES, **settings)
     check_refused(model, tmp_path, f"has {next(iter(settings))}=.*not converted")
 
 
-def test_adapter_for_part_of_joined_modules_is_refused(tmp_path: Path) -> None:
+def test_adapter_for_part_of_joined_modules_is_rejected(tmp_path: Path) -> None:
     model, modules, _ = experts("mixtral")
     write(tmp_path, {n: s for n, s in modules.items() if n.endswith("w1")}, target_modules=["w1"])
     check_refused(model, tmp_path, r"cannot be converted.*without also targeting w3")
@@ -219,7 +219,7 @@ def test_a_layer_of_the_text_model_that_the_file_lacks(
     check_refused(llava, tmp_path, r"lacks the matrices of model\..*q_proj")
 
 
-def test_adapter_of_another_model_is_refused(tiny: str, tmp_path: Path) -> None:
+def test_adapter_of_another_model_is_rejected(tiny: str, tmp_path: Path) -> None:
     write(tmp_path, {"transformer.h.0.attn.c_attn": (32, 96)}, target_modules=["c_attn"])
     base = AutoModelForCausalLM.from_pretrained(tiny)
     check_refused(base, tmp_path, r"made for another model: it adapts transformer")

@@ -136,7 +136,8 @@ def out_of_memory_once(owner: object, name: str, patch: pytest.MonkeyPatch) -> I
 
 
 def assert_nothing_stays(model: Any) -> None:
-    """What no context needs can be dropped: nothing is held for a sequence that failed."""
+    """Check that all unpinned state can be dropped, so that nothing is held for a failed
+    sequence."""
     store = model.engine._strategy.planner
     store.tree.check_integrity()
     store.drop_unpinned()

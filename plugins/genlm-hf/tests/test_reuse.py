@@ -140,7 +140,7 @@ def test_a_pinned_prompt_outlives_pressure(limited: Callable[..., Any]) -> None:
     assert model.forwards == [1, 31]
 
 
-def test_a_prompt_that_cannot_be_pinned_is_refused(limited: Callable[..., Any]) -> None:
+def test_a_prompt_that_cannot_be_pinned_is_rejected(limited: Callable[..., Any]) -> None:
     model = limited(1)
     first, second = draw(2, 30)
     model.engine.genlm_cache_prefix(Query(first))

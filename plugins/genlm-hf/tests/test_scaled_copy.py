@@ -44,7 +44,7 @@ def test_rows_around_every_threshold_of_a_family(family: str) -> None:
     assert (found.outcome, found.why) == ("right", "")
 
 
-def test_rows_that_are_random_are_refused() -> None:
+def test_rows_that_are_random_are_rejected() -> None:
     found = sweep("reformer")
     assert found.outcome == "refused"
     assert "from forward to forward" in found.why

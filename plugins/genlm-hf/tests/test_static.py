@@ -451,7 +451,7 @@ def test_steps_on_a_cpu_are_static_only_on_request() -> None:
 
 
 @pytest.mark.parametrize("given", [1, "yes"])
-def test_another_value_is_refused(given: object) -> None:
+def test_another_value_is_rejected(given: object) -> None:
     with pytest.raises(InvalidOptionError, match="static must be True, False or None; got"):
         HFOptions.parse({"static": given})
 

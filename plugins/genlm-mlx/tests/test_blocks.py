@@ -154,7 +154,7 @@ def test_candidates_share_forwards_and_rows_are_read_on_the_way(
     places = [[*dict.fromkeys(keys)].index(key) for key in keys]
     found = logprobs_of(in_order(parts))
     assert mx.abs(found - expected[mx.array(places)]).max().item() < 1e-4
-    # From the states at which the candidates end.
+    # These continue from the states at the ends of the candidates.
     tried.ask(*[(*prompt, *tail, 3) for tail in tails])
     assert tried.model.forwards == [8]
 

@@ -85,13 +85,13 @@ def test_missing_weights_are_rejected_without_a_useless_remedy(
         ({"dtype": "float16"}, "no option dtype of its own; it is the checkpoint"),
     ],
 )
-def test_options_that_are_refused(options: dict[str, object], said: str) -> None:
+def test_options_that_are_rejected(options: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidOptionError, match=said):
         load("nowhere", options)
 
 
 @pytest.mark.parametrize("family", ["exaone", "olmo", "a family of tomorrow"])
-def test_model_that_mlx_lm_cannot_load_is_refused_by_name(tmp_path: Path, family: str) -> None:
+def test_model_that_mlx_lm_cannot_load_is_rejected_by_name(tmp_path: Path, family: str) -> None:
     """The cases are missing settings, a module that ends the process, and an unknown family."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")

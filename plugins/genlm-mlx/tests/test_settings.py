@@ -188,7 +188,7 @@ def test_rows_and_scores_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_setting_that_mlx_lm_cannot_compute_is_refused_by_name(said: str, saved: Saved) -> None:
+def test_setting_that_mlx_lm_cannot_compute_is_rejected_by_name(said: str, saved: Saved) -> None:
     with pytest.raises(EngineError, match=f"{said}.*; load it with backend='hf'"):
         load(saved(made(*REFUSED[said])), {})
 
@@ -211,7 +211,7 @@ def test_setting_that_mlx_lm_cannot_compute_is_refused_by_name(said: str, saved:
         ("Phimoe", "num_experts_per_tok", {"num_experts_per_tok": 3}),
     ],
 )
-def test_values_that_mlx_lm_misreads_are_refused(
+def test_values_that_mlx_lm_misreads_are_rejected(
     family: str, name: str, given: dict[str, Any]
 ) -> None:
     with pytest.raises(EngineError, match=f"{name}=.*; load it with backend='hf'"):

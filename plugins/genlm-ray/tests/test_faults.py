@@ -122,7 +122,7 @@ def test_a_request_that_fails_in_the_engine_fails_alone_and_kills_nothing(lm: As
     assert replicas(lm) == before
 
 
-def test_an_adapter_that_kills_replicas_is_refused(lm: AsyncLM) -> None:
+def test_an_adapter_that_kills_replicas_is_rejected(lm: AsyncLM) -> None:
     """It is never given to a further replica."""
     before = replicas(lm)
     with pytest.raises(EngineError, match="3 replicas died, one after the other"):

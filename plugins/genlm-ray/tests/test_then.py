@@ -226,7 +226,7 @@ def test_masks_and_adapters_go_along(fleet: Fleet, tiny: str, lora_folders: dict
             )
 
 
-def test_with_a_wrapper_rows_come_here_and_are_changed_first(fleet: Fleet) -> None:
+def test_wrappers_change_rows_in_the_program_before_the_function(fleet: Fleet) -> None:
     from genlm.core import hookimpl
 
     class Only:

@@ -18,7 +18,7 @@ def test_a_replica_is_told_to_verify_unless_its_own_options_say_otherwise():
     assert _verifying(own, True).backend_opts == {"verify": False}
 
 
-def test_replicas_of_a_backend_that_verifies_nothing_are_refused():
+def test_replicas_of_a_backend_that_verifies_nothing_are_rejected():
     with pytest.raises(InvalidOptionError, match="'mock' verifies no models"):
         _verifying(RayOptions(backend="mock"), True)
     assert _verifying(RayOptions(backend="mock"), False).backend_opts == {}

@@ -55,7 +55,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("family", {**RIGHT, **REFUSED})
-def test_settings_are_computed_or_refused(family: str, tmp_path: Path) -> None:
+def test_settings_are_computed_or_rejected(family: str, tmp_path: Path) -> None:
     right, refused = RIGHT.get(family, []), REFUSED.get(family, [])
 
     def changes(settings):
@@ -80,7 +80,7 @@ def test_settings_are_computed_or_refused(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", LEFT_OUT)
-def test_weights_that_sglang_would_leave_out_are_refused(family: str, tmp_path: Path) -> None:
+def test_weights_that_sglang_would_leave_out_are_rejected(family: str, tmp_path: Path) -> None:
     change, named = LEFT_OUT[family]
     *_, found = SWEEP.of(family, tmp_path, lambda _: [change])
     assert found.changed == change
@@ -96,7 +96,7 @@ def test_the_activation_of_experts_is_compared_too() -> None:
         repair(experts, settings, ours=True)
 
 
-def test_latent_attention_is_refused_by_name(tmp_path: Path) -> None:
+def test_latent_attention_is_rejected_by_name(tmp_path: Path) -> None:
     """The keys happen to be as wide as what SGLang keeps of them. Early releases ask the platform
     for a pool of them, and give no error if it has none."""
     (found,) = SWEEP.of("glm4_moe_lite", tmp_path)

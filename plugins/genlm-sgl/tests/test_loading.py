@@ -74,7 +74,7 @@ NO_ROOM = r"no room for a prompt in a pool of \d+ tokens and a context length of
         ({**SMALL, "context_length": 4}, NO_ROOM),
     ],
 )
-def test_a_server_argument_that_is_refused(tiny, engine_opts, said):
+def test_a_server_argument_that_is_rejected(tiny, engine_opts, said):
     with pytest.raises(InvalidOptionError, match=said):
         AsyncSGLTransformer.from_name(tiny, engine_opts)
 
@@ -94,7 +94,7 @@ def test_missing_gpu_is_rejected(tiny, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch has pinned memory")
-def test_lora_without_pinned_memory_is_refused_before_loading(tiny):
+def test_lora_without_pinned_memory_is_rejected_before_loading(tiny):
     message = r"SGLang's LoRA \(engine option enable_lora=True\).* use another backend"
     with pytest.raises(BackendUnavailableError, match=message):
         AsyncSGLTransformer.from_name(tiny, {"enable_lora": True})
@@ -177,7 +177,7 @@ def test_a_seed_of_the_engine_fixes_unseeded_draws(tiny):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused(tiny, tmp_path):
+def test_a_checkpoint_that_lacks_weights_is_rejected(tiny, tmp_path):
     """SGLang would serve uninitialised memory."""
     folder = shutil.copytree(tiny, tmp_path / "model")
     file = folder / "model.safetensors"

@@ -98,7 +98,7 @@ def test_scores_are_left_to_rows(hooks):
     assert hooks.ask(ScoreRequest(Query(IDS), IDS)) == [None]
 
 
-def test_an_adapter_that_cannot_be_loaded_leaves_nothing(hooks, expected, contexts, folders, wide):
+def test_failed_adapter_leaves_nothing_behind(hooks, expected, contexts, folders, wide):
     bad, good = Adapter("bad", wide, 8), Adapter("good", folders["attention"], 8)
     message = r"rank 128 is incompatible .* rank 64 or less \(engine option max_lora_rank\)"
     with pytest.raises((EngineError, InvalidAdapterError), match=f"(?s){wide}.*{message}"):

@@ -23,7 +23,7 @@ class TestTrust(TrustSuite):
         return str(tiny)
 
     @pytest.mark.parametrize("trap", [name for name in TRAPS if name.startswith("auto_map")])
-    def test_a_folder_that_names_code_is_refused_by_name(self, made, trap):
+    def test_a_folder_that_names_code_is_rejected_by_name(self, made, trap):
         message = r"auto_map in config\.json.*trust_remote_code"
         with pytest.raises(InvalidOptionError, match=message):
             load_model_by_name(str(made[trap].folder), "sgl")

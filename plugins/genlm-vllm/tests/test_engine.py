@@ -143,7 +143,7 @@ def test_a_pinned_prefix_survives_pressure_and_is_forgotten_when_all_is(engine):
     assert sum(engine.computes((*prefix, 5))) == 97
 
 
-def test_pins_that_would_fill_the_cache_are_refused(engine):
+def test_pins_that_would_fill_the_cache_are_rejected(engine):
     for seed in range(2):
         engine.genlm_cache_prefix(Query(text(seed, 220)))
     with pytest.raises(EngineError, match=r"clear_kv_cache.*kv_cache_memory_bytes"):

@@ -65,7 +65,7 @@ UNKNOWN = {"stablelm": ({"qk_layernorm": True}, r"no module .*\.self_attn\.[kq]_
 
 
 @pytest.mark.parametrize("family", LEFT_OUT)
-def test_weights_that_vllm_would_leave_out_are_refused(family: str, tmp_path: Path) -> None:
+def test_weights_that_vllm_would_leave_out_are_rejected(family: str, tmp_path: Path) -> None:
     """Without the proof, which would not run of large folders."""
     change, named = LEFT_OUT[family]
     *_, found = SWEEP.of(family, tmp_path, lambda _: [change])
@@ -80,7 +80,7 @@ def test_weights_that_vllm_would_leave_out_are_refused(family: str, tmp_path: Pa
         *((family, *each) for family, each in UNKNOWN.items()),
     ],
 )
-def test_weights_that_a_checkpoint_cannot_have_are_refused(
+def test_weights_that_a_checkpoint_cannot_have_are_rejected(
     family: str, change: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     *_, found = SWEEP.of(family, tmp_path, lambda _: [change])

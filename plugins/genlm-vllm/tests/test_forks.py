@@ -16,7 +16,7 @@ from genlm.vllm.forks import forking_scheduler
 
 from .driven import text
 
-BLOCK = 32  # tokens; the plugin's on a CPU
+BLOCK = 32  # tokens in a block, by the plugin's default on a CPU
 UNKNOWN_LAYOUT = "the layout of the KV cache is not known"
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 

@@ -29,7 +29,7 @@ def test_a_rank_beyond_the_limit_fails_at_once(lora_engine, write_adapter):
     assert len(lora_engine.ask(Query(IDS))) == 1
 
 
-def test_an_adapter_of_a_fused_layer_is_refused_with_a_way(make_tiny, load_briefly, tmp_path):
+def test_an_adapter_of_a_fused_layer_is_rejected_with_a_way(make_tiny, load_briefly, tmp_path):
     """GLM-4 has the gate and the rest of an MLP in one layer, for which vLLM accepts no adapter."""
     folder = make_tiny("Glm4", head_dim=32)
     kind = Kind("fused", {"r": 4, "target_modules": ["gate_up_proj"]})
@@ -41,7 +41,7 @@ def test_an_adapter_of_a_fused_layer_is_refused_with_a_way(make_tiny, load_brief
     assert len(engine.ask(Query((1, 2, 3)))) == 1
 
 
-def test_more_adapters_than_vllm_keeps_are_refused(add):
+def test_more_adapters_than_vllm_keeps_are_rejected(add):
     add("a")
     add("b")
     with pytest.raises(InvalidOptionError, match=r"2 LoRA adapters are .* larger max_cpu_loras"):

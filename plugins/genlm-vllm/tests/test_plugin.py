@@ -17,7 +17,7 @@ from genlm.vllm.plugin import VERSIONS
 from genlm.vllm.streams import EngineStream
 
 
-def test_float32_is_float32_on_a_gpu_and_refused_for_adapters(monkeypatch):
+def test_float32_is_float32_on_a_gpu_and_rejected_for_adapters(monkeypatch):
     def heeded(is_cpu, **engine_opts):
         monkeypatch.setattr(
             "vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: is_cpu)
@@ -78,7 +78,7 @@ def test_loaded_model_cannot_be_wrapped():
         ({"engine_opts": {"enable_lora": True, "max_loras": "two"}}, "'max_loras'.*got 'two'"),
     ],
 )
-def test_options_that_are_refused(options, said, tmp_path):
+def test_options_that_are_rejected(options, said, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidOptionError, match=said):
         plugin.genlm_load(str(tmp_path), options, verify=None)

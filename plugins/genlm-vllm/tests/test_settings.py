@@ -240,7 +240,7 @@ def test_states_of_mamba_are_not_kept_between_blocks_on_a_cpu(make_tiny):
         corrections(folder, {"enable_prefix_caching": True})
 
 
-def test_a_family_that_names_no_usual_activation_is_not_refused(monkeypatch):
+def test_a_family_that_names_no_usual_activation_is_not_rejected(monkeypatch):
     """In transformers 4, a configuration class has no such attribute."""
     settings = PreTrainedConfig(num_experts=4, hidden_act="silu", model_type="mixtral")
     monkeypatch.setattr("genlm.vllm.settings.whole_settings_of", lambda *given: settings)
@@ -289,7 +289,7 @@ def test_error_of_vllm_is_quoted_for_a_rejected_model(
         load_briefly(make_tiny(family, **config))
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused(make_tiny, load_briefly):
+def test_a_checkpoint_that_lacks_weights_is_rejected(make_tiny, load_briefly):
     """vLLM would serve uninitialised memory in joined matrices."""
     folder = make_tiny("Llama")
     file = Path(folder) / "model.safetensors"

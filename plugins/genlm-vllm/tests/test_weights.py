@@ -126,7 +126,7 @@ def quantised(name, weight):
 
 
 @pytest.mark.parametrize("lacks", [False, True])
-def test_a_quantised_layer_whose_bias_is_in_no_file_is_refused(
+def test_a_quantised_layer_whose_bias_is_in_no_file_is_rejected(
     lacks, make_tiny, load_briefly, tmp_path
 ):
     """vLLM would add what was in memory. What it makes itself of quantised weights is no lack."""

@@ -11,7 +11,7 @@ from genlm.core import hookspecs
 from genlm.core.errors import PluginError
 from genlm.core.hints import nearest
 
-#: The prefix of the names of hooks, and all hooks.
+#: The prefix of the names of hooks, and the names of all hooks.
 PREFIX = f"{hookspecs.PROJECT}_"
 HOOKS = [name for name in vars(hookspecs) if name.startswith(PREFIX)]
 

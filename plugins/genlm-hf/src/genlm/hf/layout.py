@@ -54,7 +54,7 @@ class Chunks:
 class Layout:
     """Which slots of the pool a forward reads, and where it writes."""
 
-    #: The length of the cache that models are told; only uniform layouts have one.
+    #: The length of the cache that is reported to models. Only uniform layouts have one.
     past: int = 0
 
     def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:

@@ -66,7 +66,7 @@ class SglEngine:
         width: int,
     ) -> list[Answer]:
         try:
-            if width < self.scheduler.width:  # in the first step
+            if width < self.scheduler.width:  # true only in the first step
                 self._hide_padding(width)
             self._drop(dropped)
             answers = self._receive(queries, samples, scores)

@@ -11,7 +11,7 @@ from genlm.core.installation import pip_install
 
 
 def installed(module: str) -> bool:
-    """Whether a module is there; it is not imported."""
+    """Whether a module is installed. It is not imported."""
     return find_spec(module) is not None
 
 
