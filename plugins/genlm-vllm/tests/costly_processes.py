@@ -10,6 +10,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from structlog.testing import capture_logs
 
 from genlm.core import AsyncLM, EngineDeadError
 from genlm.vllm import AsyncVirtualLM
+from genlm.vllm.internals import EngineCore
 from tests.adapter_outcomes import reference_rows
 
 from .driven import SMALL
@@ -63,6 +65,21 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return copied
 
 
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What workers have sent for rows."""
+    usual, replies = EngineCore.call_workers, []
+
+    def call_workers(self, method, *args):
+        results = usual(self, method, *args)
+        if method == "genlm_take_rows":
+            replies.extend(reply for reply in results if reply is not None)
+        return results
+
+    monkeypatch.setattr(EngineCore, "call_workers", call_workers)
+    return replies
+
+
 def dies_clearly(lm: AsyncLM, victim: int) -> None:
     """Kill one of the engine's processes: callers get an error, and nothing hangs."""
     os.kill(victim, signal.SIGKILL)
@@ -71,7 +88,7 @@ def dies_clearly(lm: AsyncLM, victim: int) -> None:
             lm.next_token_logprobs_sync(ids)
 
 
-def test_two_tensor_parallel_workers(padded_path, expected, monkeypatch):
+def test_two_tensor_parallel_workers(padded_path, expected, sent, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     before = {child.pid for child in multiprocessing.active_children()}
     copied = copies(monkeypatch)
@@ -84,10 +101,12 @@ def test_two_tensor_parallel_workers(padded_path, expected, monkeypatch):
         assert len(workers) == 2
         check(lm, expected)
         assert copied, "PROMPT[:30] takes over what its live continuation has computed"
+        assert {*map(type, sent)} == {int}, "rows go through shared memory"
         dies_clearly(lm, workers[1])
+    assert not shared_memory()
 
 
-def test_an_engine_core_in_a_process_of_its_own(padded_path, expected, monkeypatch):
+def test_an_engine_core_in_a_process_of_its_own(padded_path, expected, sent, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with AsyncVirtualLM.from_name(padded_path, engine_opts=SMALL) as lm:
         (core,) = [
@@ -96,7 +115,22 @@ def test_an_engine_core_in_a_process_of_its_own(padded_path, expected, monkeypat
             if "EngineCore" in " ".join(child.cmdline())
         ]
         check(lm, expected)
+        assert {*map(type, sent)} == {int}, "rows go through shared memory"
         dies_clearly(lm, core)
+    assert not shared_memory()
+
+
+def test_rows_are_sent_where_no_memory_can_be_shared(padded_path, expected, sent, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.delattr(os, "memfd_create")
+    with AsyncVirtualLM.from_name(padded_path, engine_opts=SMALL) as lm:
+        check(lm, expected)
+    assert {*map(type, sent)} == {bytes}
+
+
+def shared_memory() -> list[str]:
+    """That of rows which this process holds."""
+    return [file.path for file in psutil.Process().memory_maps() if "genlm-rows" in file.path]
 
 
 def test_sessions_go_where_a_core_of_its_own_stands_still(tiny_path, monkeypatch):

@@ -80,7 +80,7 @@ def test_one_of_several_identical_workers_sends_the_rows():
         worker = RowAccess()
         worker.rank, worker.parallel_config = rank, SimpleNamespace(tensor_parallel_size=2)
         ROWS_OF_WORKERS.put([1], torch.ones(1, 3))
-        return worker.genlm_take_rows([1])
+        return worker.genlm_take_rows([1], None)
 
     assert reply(0) == torch.ones(3).numpy().tobytes()
     assert reply(1) is None

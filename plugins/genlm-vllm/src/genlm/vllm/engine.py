@@ -319,6 +319,7 @@ class VllmEngine:
     @hookimpl
     def genlm_close(self) -> None:
         self._core.shutdown()
+        self._rows.close()
         self.model = None
 
 

@@ -123,6 +123,7 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
             engine.prove()
     except BaseException:
         core.shutdown()
+        rows.close()
         raise
     log.info(
         "vllm.loaded",

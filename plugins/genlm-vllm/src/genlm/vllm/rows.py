@@ -11,6 +11,7 @@ import torch
 from genlm.kit.loads import Load
 from genlm.vllm.capture import RowStore, hide_padding
 from genlm.vllm.internals import EngineCore
+from genlm.vllm.shared_rows import SharedRows
 from genlm.vllm.streams import used_here
 from genlm.vllm.weights import load_of
 
@@ -41,6 +42,10 @@ class LocalRows:
     def clear(self) -> None:
         self._store.clear()
 
+    def close(self) -> None:
+        """Nothing but rows is held here."""
+        self._store.clear()
+
     def model(self, llm: Any) -> Any:
         """The underlying model for users: the ``torch.nn.Module`` itself."""
         return llm.collective_rpc("get_model")[0]
@@ -55,27 +60,36 @@ class LocalRows:
 
 
 class WorkerRows:
-    """The rows if the model runs in worker processes. One worker sends all rows of a step together
-    into this process's memory."""
+    """The rows if the model runs in worker processes. One worker puts all rows of a step together
+    into memory that it shares with this process, or sends them."""
 
     device = "cpu"
 
     def __init__(self, core: EngineCore) -> None:
-        self._core = core
+        self._core, self._shared = core, SharedRows(core.vocab_size)
 
     def take(self, keys: Sequence[str]) -> list[torch.Tensor | None]:
-        if not keys:
-            return []
-        replies = self._core.call_workers("genlm_take_rows", list(keys))
+        parts = range(0, len(keys), self._shared.most)
+        return [row for at in parts for row in self._taken(keys[at : at + self._shared.most])]
+
+    def _taken(self, keys: Sequence[str]) -> Sequence[torch.Tensor | None]:
+        place = self._shared.place_for(len(keys))
+        replies = self._core.call_workers("genlm_take_rows", list(keys), place)
         sent = next((reply for reply in replies if reply is not None), None)
         if sent is None:
             return [None] * len(keys)
+        if isinstance(sent, int):
+            return self._shared.read(len(keys), sent).unbind()
         # The bytes are read-only.
         block = np.frombuffer(sent, dtype=np.float32).reshape(len(keys), -1).copy()
-        return list(torch.from_numpy(block))
+        return torch.from_numpy(block).unbind()
 
     def clear(self) -> None:
         self._core.call_workers("genlm_clear_rows")
+
+    def close(self) -> None:
+        """Let go of the shared memory."""
+        self._shared.close()
 
     def model(self, llm: Any) -> Any:
         """The underlying model for users: the ``vllm.LLM``, since the modules are in the

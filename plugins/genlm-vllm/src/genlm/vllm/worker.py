@@ -13,9 +13,11 @@ import torch
 
 from genlm.vllm.capture import RowStore, capture_into, hide_padding
 from genlm.vllm.internals import groups_of_layers
+from genlm.vllm.shared_rows import MemoryOfReader, Place
 from genlm.vllm.weights import load_of, watch
 
 ROWS = RowStore()
+READER = MemoryOfReader()
 watch()  # set before the only model of this process is loaded
 
 GenlmRowCapture = capture_into(ROWS)
@@ -30,19 +32,29 @@ class RowAccess:
     vllm_config: Any
     model_runner: Any
 
-    def genlm_take_rows(self, keys: Sequence[str]) -> bytes | None:
-        """The rows under ``keys``, ``[len(keys), vocab_size]`` float32, as bytes; ``None`` if
-        another rank has them.
+    def genlm_take_rows(
+        self, keys: Sequence[str], place: Sequence[Any] | None
+    ) -> int | bytes | None:
+        """The rows under ``keys``, ``[len(keys), vocab_size]`` float32; ``None`` if another rank
+        has them.
 
-        Rows are sent as bytes, because vLLM's channel to a separate engine process may change
-        tensors.
+        Args:
+            keys: The keys.
+            place: A :class:`~genlm.vllm.shared_rows.Place` in the reader's memory, if it has one.
+
+        Returns:
+            The width of rows that were put there; else the rows as bytes, because vLLM's channel to
+            a separate engine process may change tensors.
         """
         rows = [row for row in ROWS.take(keys) if row is not None]
         # Of workers that share a layer, either all have the same rows, or only the first has rows.
         first = self.rank % self.parallel_config.tensor_parallel_size == 0
         if not first or len(rows) < len(keys):
             return None
-        return torch.stack(rows).cpu().numpy().tobytes()
+        block = torch.stack(rows)
+        if place is not None and READER.put(Place(*place), block):
+            return block.shape[1]
+        return block.cpu().numpy().tobytes()
 
     def genlm_clear_rows(self) -> None:
         ROWS.clear()
