@@ -21,13 +21,19 @@ import pytest
 import torch
 
 from genlm.conformance import ConformanceSuite
-from genlm.core.types import Query, SamplingParams
+from genlm.core.types import Query, SampleRequest, SamplingParams
+from genlm.vllm.running import RunningSessions
+from genlm.vllm.sessions import Sessions
 
-from .driven import random_program, text
+from .driven import asynchronous_scheduling, random_program, text
 from .test_running import (  # noqa: F401
+    joined,
     test_a_session_that_vllm_is_computing_again_takes_a_token,
     test_an_extended_session_stays_in_the_batch,
     test_idle_sessions_that_vllm_preempts_are_right_when_they_are_extended,
+)
+from .test_transfers import (  # noqa: F401
+    test_a_step_waits_for_nothing_and_copies_no_more_for_more_requests,
 )
 
 
@@ -91,6 +97,59 @@ def test_a_random_program_with_adapters(lora_engine, write_adapter):
     program.adapt()
     program.run(5)
     program.leave()
+
+
+@pytest.fixture
+def load_async(load_briefly):
+    """Loads an engine that plans a step before the last one has ended."""
+    with asynchronous_scheduling():
+        yield lambda **options: load_briefly(async_scheduling=True, **options)
+
+
+def test_sessions_stay_in_the_batch_of_an_asynchronous_scheduler(load_async, monkeypatch):
+    engine = load_async()
+    assert joined(engine, monkeypatch) == 0
+    random_program(engine, random.Random(3)).run(5)
+
+
+def test_sessions_that_an_asynchronous_scheduler_preempts_are_right(load_async, monkeypatch):
+    engine = load_async()
+    test_idle_sessions_that_vllm_preempts_are_right_when_they_are_extended(engine, monkeypatch)
+
+
+def test_a_session_is_extended_whose_shorter_context_a_step_under_way_computes(
+    load_async, monkeypatch
+):
+    """vLLM has preempted it and computes it again. What that step draws is no answer."""
+    usual, could = RunningSessions.can_extend, []
+
+    def can_extend(self, request_id):
+        could.append(usual(self, request_id))
+        return could[-1]
+
+    engine = load_async(num_gpu_blocks_override=12, max_model_len=128)
+    monkeypatch.setattr(RunningSessions, "can_extend", can_extend)
+    monkeypatch.setattr(Sessions, "trim", lambda self, in_flight: [])
+    draw = SampleRequest(Query(text(50, 44)), SamplingParams(max_tokens=24, temperature=0.0))
+    known = [text(n, 95) for n in range(3)]
+    rows = engine.step(draw)
+    waits, asked = {draw, *map(Query, known)}, [*map(Query, known)]
+    while not rows.keys() >= waits:  # the draw takes room from the last session
+        rows |= engine.step(*asked)
+        asked = []
+    longer = known
+    for token in range(5):
+        for at in (0, 2, 1):
+            longer = [(*ids, token) if n == at else ids for n, ids in enumerate(longer)]
+            query = Query(longer[at])
+            rows |= engine.step(query)
+            while query not in rows:
+                rows |= engine.step()
+    assert {*could} == {True, False}, "once a step was under way that computed one again"
+    del rows[draw]
+    monkeypatch.undo()
+    engine.genlm_clear_kv_cache()
+    engine.assert_cold_rows(rows)
 
 
 def test_positions_on_several_axes_go_on_after_an_extension(engine):

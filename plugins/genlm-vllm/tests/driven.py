@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from genlm.conformance import Program
@@ -31,6 +32,22 @@ MOST_ADAPTERS = 2
 
 def text(seed: int, length: int) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(100, VOCABULARY), k=length))
+
+
+@contextmanager
+def asynchronous_scheduling() -> Iterator[None]:
+    """vLLM turns it off on a CPU. Here it stays on."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    usual = CpuPlatform.check_and_update_config
+
+    def but_asynchronous(vllm_config: Any) -> None:
+        usual(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(but_asynchronous))
+        yield
 
 
 class DrivenVllm(Driven):

@@ -1,7 +1,7 @@
-"""Asynchronous scheduling: vLLM plans a step while the previous one runs.
+"""Asynchronous scheduling on the model runner V1: vLLM plans a step while the previous one runs.
 
-vLLM turns it off on a CPU. Here it stays on, and CUDA's streams and events are replaced by ones
-that do nothing, because a CPU works in order. Everything else is vLLM's own.
+CUDA's streams and events are replaced by ones that do nothing, because a CPU works in order.
+Everything else is vLLM's own.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 
 from genlm.core.types import Query, SampleRequest, SamplingParams
 
-from .driven import random_program, text
+from .driven import asynchronous_scheduling, random_program, text
 
 TEXT = text(1, 50)
 
 
 class Nothing:
-    """A stream or an event."""
+    """A stream or an event of CUDA."""
 
     device = torch.device("cpu")
 
-    def __init__(self, *given, **options):
+    def __init__(self, *given: object, **options: object) -> None:
         pass
 
-    def record(self, *given):
+    def record(self, *given: object) -> None:
         pass
 
     wait_stream = synchronize = record
@@ -35,16 +35,7 @@ class Nothing:
 
 @pytest.fixture(scope="module")
 def engine(load_for_module):
-    from vllm.platforms.cpu import CpuPlatform
-
-    usual = CpuPlatform.check_and_update_config
-
-    def but_asynchronous(vllm_config):
-        usual(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(but_asynchronous))
+    with asynchronous_scheduling(), pytest.MonkeyPatch.context() as patch:
         for name in ("Stream", "Event", "current_stream"):
             patch.setattr(torch.cuda, name, Nothing)
         patch.setattr(torch, "Event", Nothing)

@@ -139,6 +139,10 @@ class VllmEngine:
         """Hand a request to vLLM: continue a live session, or start a new one."""
         prompt, extends = request.prompt, isinstance(request.request, Query) and not pinned
         session = self._sessions.take(prompt) if request.resumable and extends else None
+        if session is not None and self._core.is_async and not self._core.can_extend(session):
+            self._sessions.usage.remove(session)
+            self._release([session])
+            session = None
         if session is None:
             request.params = self._params(request)
             # A cold query has a cache salt of its own, so that vLLM finds no state for it.

@@ -121,6 +121,8 @@ class EngineCore:
             and SCORES_BY_ID in EngineCoreOutput.__struct_fields__
         )
         self.vocab_size: int = _require(config, "model_config.get_vocab_size")()
+        #: Whether vLLM plans a step before the last one has ended.
+        self.is_async = bool(_require(config, "scheduler_config.async_scheduling"))
         self.max_num_seqs: int = _require(config, "scheduler_config.max_num_seqs")
         limits = _require(config, "scheduler_config")
         tokens = _require(limits, "max_num_batched_tokens")
@@ -186,6 +188,10 @@ class EngineCore:
             self._running.add(request.request_id)
             resumable = False
         self._add(request, request.prompt.token_ids, resumable, cache_salt)
+
+    def can_extend(self, session: VllmRequest) -> bool:
+        """Whether an idle session can be extended now."""
+        return self._running is None or self._running.can_extend(session.request_id)
 
     def extend(self, request: VllmRequest, token_ids: TokenIds) -> None:
         """Append tokens to the idle session that has the request's id."""

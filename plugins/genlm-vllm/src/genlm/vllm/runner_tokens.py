@@ -18,17 +18,23 @@ V1_NAMES = (
     "input_batch.is_token_ids", "input_batch.num_tokens_no_spec",
 )  # fmt: skip
 V2_NAMES = (
-    "device", "model_state.apply_staged_writes", "req_states.req_id_to_index",
-    "req_states.all_token_ids.stage_write", "req_states.total_len.stage_write_elem",
-    "req_states.prefill_len.np", "req_states.last_sampled_tokens",
-    "req_states.apply_staged_writes",
+    "device", "model_state", "req_states.req_id_to_index", "req_states.all_token_ids.gpu",
+    "req_states.total_len.gpu", "req_states.prefill_len.np", "req_states.prefill_len.gpu",
+    "req_states.last_sampled_tokens",
 )  # fmt: skip
 #: The further attributes that the runner V2 must have if positions have several axes (M-RoPE).
-ROPE_NAMES = ("num_dims", "prefill_positions.stage_write", "prefill_delta.np")
+ROPE_NAMES = ("num_dims", "prefill_positions.gpu", "prefill_delta.np")
 
 
 class RunnerTokens(Protocol):
-    """The tokens of requests, as one model runner keeps them."""
+    """The tokens of requests, as one model runner keeps them.
+
+    Attributes:
+        in_order: Whether the runner may have begun a step, and not ended it, when tokens are
+            written: that step reads what was there before.
+    """
+
+    in_order: bool
 
     def append(self, request: Any, start: int, token_ids: list[int]) -> None:
         """Let ``token_ids`` be the tokens of ``request`` (the scheduler's object, which has them
@@ -45,6 +51,8 @@ class V1Tokens:
     The arrays have only the requests of the runner's last step. When the runner takes up another
     request, also one that it preempted, it reads the tokens from the request's list.
     """
+
+    in_order = False
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -71,20 +79,23 @@ class V2Tokens:
     the tokens that the last step drew, so a single known token is written there. In the list of all
     tokens the drawn token stays, because computed tokens are not read from there again. Several
     known tokens become a prompt whose beginning is already computed.
+
+    All is written by the device, on vLLM's stream, in place: vLLM's own staged writes take turns in
+    as many buffers of the host as steps may be under way, and a second turn in one step would write
+    into one that is still read.
     """
+
+    in_order = True
 
     def __init__(self, runner: Any) -> None:
         from vllm.utils.torch_utils import async_tensor_h2d
 
-        self._states, self._model, self._device = (
-            runner.req_states,
-            runner.model_state,
-            runner.device,
-        )
-        self._copied_to_device = async_tensor_h2d
+        self._states, self._device = runner.req_states, runner.device
+        self._to_device = async_tensor_h2d
         self._rope = getattr(runner.model_state, "rope_state", None)
         self._next: dict[int, int] = {}  # the input of the next decoding step, by slot
-        self._prompts = False  # whether a prompt has grown
+        # Prompts that have grown: slots, where the new tokens begin, and the tokens.
+        self._grown: list[tuple[int, int, list[int]]] = []
 
     def append(self, request: Any, start: int, token_ids: list[int]) -> None:
         slot = self._states.req_id_to_index.get(request.request_id)
@@ -95,30 +106,48 @@ class V2Tokens:
         if len(token_ids) == 1 and request.num_computed_tokens == start:
             self._next[slot] = token_ids[0]
         else:
-            self._grow_prompt(slot, start, token_ids)
-
-    def _grow_prompt(self, slot: int, start: int, token_ids: list[int]) -> None:
-        self._prompts, end = True, start + len(token_ids)
-        self._states.all_token_ids.stage_write(slot, start, token_ids)
-        self._states.total_len.stage_write_elem(slot, end)
-        self._states.prefill_len.np[slot] = end
-        if self._rope is not None:
-            offset, axes = int(self._rope.prefill_delta.np[slot]), self._rope.num_dims
-            positions = list(range(start + offset, end + offset))
-            for axis in range(axes):
-                self._rope.prefill_positions.stage_write(slot * axes + axis, start, positions)
+            self._grown.append((slot, start, token_ids))
 
     def write(self) -> None:
         with torch.inference_mode():
-            if self._prompts:
-                self._states.apply_staged_writes()
-                self._model.apply_staged_writes()
-                self._prompts = False
+            if self._grown:
+                self._write_prompts()
+                self._grown.clear()
             if self._next:
-                pairs = [*self._next], [*self._next.values()]
-                slots, token_ids = self._copied_to_device(pairs, self._device, torch.int64)
+                slots, token_ids = self._on_device([*self._next], [*self._next.values()])
                 self._states.last_sampled_tokens[:, 0].index_copy_(0, slots, token_ids)
                 self._next.clear()
+
+    def _write_prompts(self) -> None:
+        states, grown = self._states, self._grown
+        ends = [start + len(token_ids) for _, start, token_ids in grown]
+        of_prompts = [slot for slot, *_ in grown]
+        states.prefill_len.np[of_prompts] = ends
+        slots, lengths = self._on_device(of_prompts, ends)
+        for kept in (states.prefill_len.gpu, states.total_len.gpu):
+            kept.index_copy_(0, slots, lengths.to(kept.dtype))
+        rows, places, token_ids = self._on_device(
+            [slot for slot, _, some in grown for _ in some],
+            [start + at for _, start, some in grown for at in range(len(some))],
+            [token_id for *_, some in grown for token_id in some],
+        )
+        _put(states.all_token_ids.gpu, rows, places, token_ids)
+        if self._rope is not None:
+            (behind,) = self._on_device(
+                [int(self._rope.prefill_delta.np[slot]) for slot, _, some in grown for _ in some]
+            )
+            for axis in range(axes := self._rope.num_dims):
+                positions = self._rope.prefill_positions.gpu
+                _put(positions, rows * axes + axis, places, places + behind)
+
+    def _on_device(self, *columns: list[int]) -> torch.Tensor:
+        return self._to_device(columns, self._device, torch.int64)  # type: ignore[no-any-return]
+
+
+def _put(
+    kept: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor
+) -> None:
+    kept.index_put_((rows, columns), values.to(kept.dtype))
 
 
 def runner_tokens(runner: Any) -> RunnerTokens | str:

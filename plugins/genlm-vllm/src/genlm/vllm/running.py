@@ -6,6 +6,11 @@ appended. So the scheduler finds nothing to compute for the session, and skips i
 session, the known tokens are appended where the scheduler and the model runner keep a request's
 tokens.
 
+With asynchronous scheduling, which the model runner V2 allows here, vLLM plans a step before the
+last one has ended, and counts a token that is to come for each request of that step. For a session
+this token is counted until it is reported. A session is extended only while no step computes it:
+what such a step draws belongs to the shorter context, and would be taken for the answer.
+
 When a model is loaded, all names of vLLM that this module uses are checked, and a row of an
 extended session is compared with a cold one. If a name is missing or the rows differ, sessions
 pause between their turns, as in vLLM itself.
@@ -29,6 +34,8 @@ SCHEDULER_NAMES = (
 REQUEST_NAMES = (
     "num_tokens", "num_computed_tokens", "num_output_tokens", "append_output_token_ids",
 )  # fmt: skip
+#: What requests have besides where scheduling is asynchronous.
+ASYNC_NAMES = ("num_output_placeholders", "num_in_flight_tokens")
 
 
 class RunningSessions:
@@ -37,10 +44,11 @@ class RunningSessions:
     Args:
         scheduler: vLLM's scheduler.
         tokens: The tokens of its model runner.
+        is_async: Whether scheduling is asynchronous.
     """
 
-    def __init__(self, scheduler: Any, tokens: RunnerTokens) -> None:
-        self._scheduler, self._tokens = scheduler, tokens
+    def __init__(self, scheduler: Any, tokens: RunnerTokens, *, is_async: bool) -> None:
+        self._scheduler, self._tokens, self._is_async = scheduler, tokens, is_async
         self._ids: set[str] = set()
         self._append = scheduler._update_request_with_output
         scheduler._update_request_with_output = self._report
@@ -51,6 +59,11 @@ class RunningSessions:
 
     def remove(self, request_ids: Sequence[str]) -> None:
         self._ids.difference_update(request_ids)
+
+    def can_extend(self, request_id: str) -> bool:
+        """Whether no step that has not ended computes an idle session: one may, if the session was
+        preempted."""
+        return not (self._is_async and self._scheduler.requests[request_id].num_in_flight_tokens)
 
     def extend(self, request_id: str, token_ids: list[int]) -> None:
         """Append tokens to an idle session, in place of the token that vLLM has drawn."""
@@ -72,6 +85,9 @@ class RunningSessions:
         self, request: Any, new_token_ids: list[int], *args: Any, **options: Any
     ) -> tuple[list[int], bool]:
         if request.request_id in self._ids:
+            # If the request was preempted meanwhile, vLLM has reset the count already.
+            if self._is_async and not options.get("is_stale"):
+                request.num_output_placeholders -= len(new_token_ids)
             return new_token_ids, False  # the token is not appended, and the request does not end
         reported: tuple[list[int], bool] = self._append(request, new_token_ids, *args, **options)
         return reported
@@ -87,9 +103,13 @@ def running_sessions(engine_core: Any, adapters: int) -> RunningSessions | None:
     if (reason := _unsuited(engine_core, adapters)) is None:
         worker = getattr(engine_core.model_executor, "driver_worker", None)
         tokens = runner_tokens(getattr(getattr(worker, "worker", None), "model_runner", None))
-        if not isinstance(tokens, str):
-            return RunningSessions(engine_core.scheduler, tokens)
-        reason = tokens
+        is_async = engine_core.vllm_config.scheduler_config.async_scheduling
+        if isinstance(tokens, str):
+            reason = tokens
+        elif is_async and not tokens.in_order:
+            reason = "asynchronous scheduling begins a step before the last one has ended"
+        else:
+            return RunningSessions(engine_core.scheduler, tokens, is_async=is_async)
     log.info("vllm.sessions_pause", reason=reason)
     return None
 
@@ -105,11 +125,10 @@ def _unsuited(engine_core: Any, adapters: int) -> str | None:
     scheduler, config = engine_core.scheduler, engine_core.vllm_config
     if config.parallel_config.world_size > 1:
         return "the model is in several processes"
-    missing = absent_names(Request("", [0], SamplingParams(max_tokens=1), None), *REQUEST_NAMES)
+    names = REQUEST_NAMES + (ASYNC_NAMES if config.scheduler_config.async_scheduling else ())
+    missing = absent_names(Request("", [0], SamplingParams(max_tokens=1), None), *names)
     if missing := missing + absent_names(scheduler, *SCHEDULER_NAMES):
         return f"this vLLM has no {', '.join(missing)}"
-    if config.scheduler_config.async_scheduling:
-        return "asynchronous scheduling begins a step before the last one has ended"
     if scheduler.connector is not None:
         return "a KV connector looks at requests too"
     if adapters > (scheduler.lora_config.max_loras if scheduler.lora_config else 0):
