@@ -30,6 +30,7 @@ from .test_running import (  # noqa: F401
     joined,
     test_a_session_that_vllm_is_computing_again_takes_a_token,
     test_an_extended_session_stays_in_the_batch,
+    test_an_extension_runs_a_hundred_lines_of_our_python,
     test_idle_sessions_that_vllm_preempts_are_right_when_they_are_extended,
 )
 from .test_transfers import (  # noqa: F401
@@ -127,7 +128,12 @@ def test_a_session_is_extended_whose_shorter_context_a_step_under_way_computes(
         could.append(usual(self, request_id))
         return could[-1]
 
-    engine = load_async(num_gpu_blocks_override=12, max_model_len=128)
+    engine = load_async(
+        max_model_len=128,
+        max_num_batched_tokens=48,
+        num_gpu_blocks_override=12,
+        enable_prefix_caching=False,
+    )
     monkeypatch.setattr(RunningSessions, "can_extend", can_extend)
     monkeypatch.setattr(Sessions, "trim", lambda self, in_flight: [])
     draw = SampleRequest(Query(text(50, 44)), SamplingParams(max_tokens=24, temperature=0.0))

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attrs import evolve
 from structlog.testing import capture_logs
 from vllm.v1.engine.exceptions import EngineDeadError as DeadEngine
 
@@ -226,7 +225,7 @@ def test_a_request_that_vllm_ends_without_a_row_fails_alone(engine, monkeypatch)
 
     def step():
         first, *others = usual()
-        return [evolve(first, token_ids=[], finished="error"), *others]
+        return [first._replace(token_ids=[], finished="error"), *others]
 
     monkeypatch.setattr(engine._core, "step", step)
     failed, row = engine.ask(Query(text(0, 5), cold=True), Query(text(1, 5), cold=True))

@@ -4,6 +4,7 @@ ones, and that sessions pause if they cannot keep running."""
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 from structlog.testing import capture_logs
@@ -41,6 +42,37 @@ def joined(engine, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_an_extended_session_stays_in_the_batch(engine, monkeypatch):
     assert joined(engine, monkeypatch) == 0
+
+
+def our_lines(engine, queries) -> int:
+    """How many lines of this repository's Python run where queries are asked."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        if not frame.f_globals.get("__name__", "").startswith("genlm."):
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        engine.ask(*queries)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_an_extension_runs_a_hundred_lines_of_our_python(engine):
+    """They are the host's time of a step beside vLLM's own."""
+    counts = []
+    for n in (2, 10):
+        queries = [Query(text(seed, 8)) for seed in range(n)]
+        engine.ask(*queries)
+        counts.append(our_lines(engine, [query.extended((7,)) for query in queries]))
+        engine.genlm_clear_kv_cache()
+    assert 60 < (counts[1] - counts[0]) / 8 <= 125
 
 
 @pytest.mark.parametrize("seed", range(2))

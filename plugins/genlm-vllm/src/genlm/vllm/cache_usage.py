@@ -58,17 +58,15 @@ class CacheUsage:
 
     def complete(self, request: VllmRequest) -> None:
         """Note that a request is computed, and stays."""
-        self.extend(request, request)
+        if self._size is not None and request.length % self._size == 0:
+            self._go_on(request)
 
     def extend(self, request: VllmRequest, longer: VllmRequest) -> None:
         """Note that a request continues as a longer one, under the same id."""
-        last = self._last[request.request_id]
         self.tokens += longer.tokens - request.tokens
-        if self._size is None or longer.length - (last.end if last else 0) < self._size:
-            return  # no further block is filled
-        self._fill(longer, last, longer.length)
-        if last is not None:
-            last.users -= 1
+        size = self._size
+        if size is not None and longer.length // size > request.length // size:
+            self._go_on(longer)
 
     def remove(self, request: VllmRequest) -> None:
         """Note that a request ends. vLLM frees the blocks that no other request has."""
@@ -87,6 +85,13 @@ class CacheUsage:
         self.tokens = 0
         self._known.clear()
         self._last.clear()
+
+    def _go_on(self, request: VllmRequest) -> None:
+        """Give a request the full blocks behind those that it has."""
+        last = self._last[request.request_id]
+        self._fill(request, last, request.length)
+        if last is not None:
+            last.users -= 1
 
     def _fill(self, request: VllmRequest, last: Block | None, stop: int) -> None:
         """Add to a request the full blocks of its first ``stop`` tokens that come after its block

@@ -25,14 +25,19 @@ ROW_KEY = "genlm_row"  # str: keep the row under this key
 
 class RowStore:
     """The rows of the requests in flight, by key. Lives where the model runs, on the thread that
-    steps it."""
+    steps it.
+
+    Attributes:
+        width: How many entries of a row are kept; ``None`` is all.
+    """
 
     def __init__(self) -> None:
+        self.width: int | None = None
         self._rows: dict[str, torch.Tensor] = {}
 
     def put(self, keys: Sequence[str], block: torch.Tensor) -> None:
         """Keep row ``i`` of ``block``, ``[len(keys), vocab_size]`` float32, under ``keys[i]``."""
-        self._rows.update(zip(keys, block, strict=True))
+        self._rows.update(zip(keys, block[:, : self.width].unbind(), strict=True))
 
     def take(self, keys: Iterable[str]) -> list[torch.Tensor | None]:
         """Remove and return the rows under ``keys``; ``None`` for a row that was never captured."""
@@ -91,16 +96,12 @@ class RowCapture:
         if not self._keys:
             return logits
         slots = range(logits.shape[0]) if context is None else context.idx_mapping_np.tolist()
-        rows: list[int] = []
-        keys: list[str] = []
-        for row, slot in enumerate(slots):
-            if (key := self._keys.get(slot)) is not None:
-                rows.append(row)
-                keys.append(key)
-        if rows:
-            chosen = logits
-            if len(rows) < logits.shape[0]:
-                chosen = logits.index_select(0, to_device(rows, logits.device))
+        found = [*map(self._keys.get, slots)]
+        keys, chosen = [key for key in found if key is not None], logits
+        if keys and len(keys) < logits.shape[0]:
+            rows = [row for row, key in enumerate(found) if key is not None]
+            chosen = logits.index_select(0, to_device(rows, logits.device))
+        if keys:
             self.store.put(keys, torch.log_softmax(chosen, dim=-1, dtype=torch.float32))
         return logits
 

@@ -112,6 +112,8 @@ class VllmEngine:
         self._rows.hide_padding(self.model, width)
         row = self.evaluate_alone(Query((0,), cold=True))
         self._hides_padding = bool((row[width:] == -torch.inf).all())
+        if self._hides_padding:
+            self._rows.narrow(width)
 
     def _is_native(
         self, request: SampleRequest | ScoreRequest, scores: Container[ScoreRequest]
@@ -124,14 +126,16 @@ class VllmEngine:
 
     def _prepared(self, request: Request) -> VllmRequest:
         drawn, resumable, prompt = 1, self.live, query_of(request)
-        shareable = 0 if prompt.cold else prompt.length - 1
+        length = prompt.length
+        shareable = 0 if prompt.cold else length - 1
         match request:
             case SampleRequest(_, params):
                 drawn, resumable = params.max_tokens, False
             case ScoreRequest():
                 prompt, shareable = scored(request), shareable if self._core.forks else 0
+                length = prompt.length
         resumable &= not prompt.cold
-        tokens = self._core.footprint(prompt.length + drawn - 1)
+        tokens = self._core.footprint(length + drawn - 1)
         number = f"genlm-{next(self._numbers)}"
         return VllmRequest(request, prompt, number, tokens, shareable, resumable)
 
@@ -166,21 +170,12 @@ class VllmEngine:
     def _answers(self, finished: Sequence[VllmRequest]) -> list[Answer]:
         ids = [each.request_id for each in finished if each.wants_row]
         taken = self._rows.take(ids)
-        if self._hides_padding and self._width < self.vocab_size:
-            taken = [None if row is None else row[: self._width] for row in taken]
         rows = dict(zip(ids, taken, strict=True))
         results = [_result(each, rows.get(each.request_id)) for each in finished]
-        scored = {
-            at: (each.request.continuation, row, each.prompt_logprobs)
-            for at, (each, row) in enumerate(zip(finished, results, strict=True))
-            if isinstance(each.request, ScoreRequest)
-            and isinstance(row, torch.Tensor)
-            and each.prompt_logprobs is not None
-        }
-        if scored:
-            for at, found in zip(scored, scores([*scored.values()]), strict=True):
-                results[at] = found
-        return [Answer(each.request, found) for each, found in zip(finished, results, strict=True)]
+        asked = [each.request for each in finished]
+        if ScoreRequest in map(type, asked):
+            _put_scores(results, finished)
+        return [*map(Answer, asked, results)]
 
     def _drop(self, requests: Sequence[Request]) -> None:
         """Release requests that no longer have callers."""
@@ -193,15 +188,14 @@ class VllmEngine:
 
     def _park(self, finished: Sequence[VllmRequest]) -> None:
         """Turn finished requests that vLLM keeps into live sessions."""
-        replaced = [self._sessions.park(each) for each in finished if each.is_kept]
-        self._release([*itertools.chain.from_iterable(replaced)])
-        self._make_room()
+        replaced = map(self._sessions.park, [each for each in finished if each.is_kept])
+        self._make_room([*filter(None, replaced)])
 
-    def _make_room(self) -> None:
-        """Release sessions until the others fit in the KV cache together with everything in flight.
-        If vLLM stands still, release all of them, because they then hold the blocks that it waits
-        for, whatever was counted."""
-        self._release(self._sessions.trim(len(self._in_flight)))
+    def _make_room(self, replaced: Sequence[VllmRequest] = ()) -> None:
+        """Release replaced sessions, and others until the rest fit in the KV cache together with
+        everything in flight. If vLLM stands still, release all of them, because they then hold the
+        blocks that it waits for, whatever was counted."""
+        self._release([*replaced, *self._sessions.trim(len(self._in_flight))])
         if self._in_flight.has_stood_still() and (idle := self._sessions.drop_idle()):
             log.warning("vllm.stood_still", sessions=len(idle), what="they are released")
             self._release(idle)
@@ -345,10 +339,25 @@ def distance(row: torch.Tensor, other: torch.Tensor) -> float:
     return float((row.exp() - other.exp()).abs().sum() / 2)
 
 
+def _put_scores(results: list[Any], finished: Sequence[VllmRequest]) -> None:
+    """Put scores in the place of the rows for their last tokens."""
+    scored = {
+        at: (each.request.continuation, row, each.prompt_logprobs)
+        for at, (each, row) in enumerate(zip(finished, results, strict=True))
+        if isinstance(each.request, ScoreRequest)
+        and isinstance(row, torch.Tensor)
+        and each.prompt_logprobs is not None
+    }
+    for at, found in zip(scored, scores([*scored.values()]), strict=True):
+        results[at] = found
+
+
 def _result(finished: VllmRequest, row: torch.Tensor | None) -> Any:
     """The result of a finished request (for a score, the row of its last token), or an error if
     vLLM ended it without a result."""
     request, why = finished.request, finished.failure
+    if isinstance(request, Query) and row is not None and why is None:  # by far the most
+        return row
     if isinstance(request, SampleRequest):
         if why is not None:
             return EngineError(f"vLLM ended the request without drawing a token: {why}")

@@ -173,8 +173,8 @@ def _beginning(request: Any, full: int) -> Hashable:
 
 def _agreeing(ours: list[int], theirs: list[int]) -> int:
     """The length of the common prefix."""
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+    most = range(min(len(ours), len(theirs)))
+    return bisect.bisect_left(most, True, key=lambda at: ours[: at + 1] != theirs[: at + 1])
 
 
 def _missing_names(scheduler: Any) -> list[str]:

@@ -43,7 +43,9 @@ REQUEST_FIELDS = (
     "arrival_time", "lora_request",
     "cache_salt", "data_parallel_rank", "resumable",
 )  # fmt: skip
-OUTPUT_FIELDS = ("request_id", "new_token_ids", "finish_reason", "new_prompt_logprobs_tensors")
+SCORES = "new_prompt_logprobs_tensors"
+OUTPUT_FIELDS = ("request_id", "new_token_ids", "finish_reason", SCORES)
+OF_OUTPUTS = attrgetter(*OUTPUT_FIELDS[:3])
 #: The field in which vLLM returns the log-probabilities of chosen prompt tokens, if it can.
 SCORES_BY_ID = "prompt_token_id_logprobs"
 
@@ -120,6 +122,7 @@ class EngineCore:
             and not getattr(config.cache_config, "kv_sharing_fast_prefill", False)
             and SCORES_BY_ID in EngineCoreOutput.__struct_fields__
         )
+        self._scores = attrgetter(SCORES_BY_ID if self.scores_by_id else SCORES)
         self.vocab_size: int = _require(config, "model_config.get_vocab_size")()
         #: Whether vLLM plans a step before the last one has ended.
         self.is_async = bool(_require(config, "scheduler_config.async_scheduling"))
@@ -196,7 +199,7 @@ class EngineCore:
     def extend(self, request: VllmRequest, token_ids: TokenIds) -> None:
         """Append tokens to the idle session that has the request's id."""
         if self._running is not None:
-            self._running.extend(request.request_id, list(token_ids))
+            self._running.extend(request.request_id, [*token_ids])
         else:
             self._add(request, token_ids, True, None)
 
@@ -238,7 +241,7 @@ class EngineCore:
             with self._stream.entered():
                 if self._running is not None:
                     self._running.write()
-                return [_output(raw) for raw in self._client.get_output().outputs]
+                return self._outputs(self._client.get_output())
         # get_output is not used, because it waits for ever if the engine's process is killed
         # meanwhile.
         try:
@@ -248,7 +251,11 @@ class EngineCore:
             return []
         if isinstance(given, Exception):
             raise given
-        return [_output(raw) for raw in given.outputs]
+        return self._outputs(given)
+
+    def _outputs(self, given: Any) -> list[Output]:
+        scores, chosen = self._scores, _of_chosen_tokens
+        return [Output(*OF_OUTPUTS(raw), chosen(scores(raw))) for raw in given.outputs]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if request_ids:
@@ -355,17 +362,9 @@ def footprint_of(groups: Sequence[tuple[int, int, bool]], block_size: int) -> Ca
     return footprint
 
 
-def _output(raw: Any) -> Output:
-    finished, scores = raw.finish_reason, getattr(raw, SCORES_BY_ID, None)
-    if scores is None and raw.new_prompt_logprobs_tensors is not None:
-        # The other columns belong to likelier tokens.
-        scores = raw.new_prompt_logprobs_tensors.logprobs
-    return Output(
-        raw.request_id,
-        raw.new_token_ids,
-        None if finished is None else str(finished),
-        None if scores is None else scores[:, 0],
-    )
+def _of_chosen_tokens(found: Any) -> torch.Tensor | None:
+    """The log-probabilities of a prompt's own tokens. The other columns belong to likelier ones."""
+    return None if found is None else getattr(found, "logprobs", found)[:, 0]
 
 
 def _require(owner: Any, path: str) -> Any:

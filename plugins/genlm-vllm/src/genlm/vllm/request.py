@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 
 from genlm.core.types import Query, Request, SampleRequest
 
 
-@frozen
-class Output:
+class Output(NamedTuple):
     """The result of one step for one request.
 
     Attributes:
         request_id: The request.
         token_ids: The tokens drawn in this step; empty while a prompt is still being computed.
-        finished: Why vLLM ended the request (``"stop"``, ``"length"``, ``"error"``, ...); ``None``
-            if it did not.
+        finished: Why vLLM ended the request; as text ``"stop"``, ``"length"``, ``"error"``, ...;
+            ``None`` if it did not.
         prompt_logprobs: ``[n]`` float32, the log-probabilities of the prompt's last tokens given
             those before them, at least of all tokens that were computed for this request after the
             first. Present only if the request wants them, in the step that completes its prompt.
@@ -26,7 +25,7 @@ class Output:
 
     request_id: str
     token_ids: list[int]
-    finished: str | None
+    finished: Any
     prompt_logprobs: torch.Tensor | None = None
 
 
@@ -82,5 +81,5 @@ class VllmRequest:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if output.finished is not None and not self.drawn:
-            self.failure = output.finished
+            self.failure = str(output.finished)
         return output.finished is not None or (self.resumable and bool(self.drawn))

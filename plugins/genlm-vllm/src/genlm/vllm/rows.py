@@ -54,6 +54,10 @@ class LocalRows:
         """See :func:`genlm.vllm.capture.hide_padding`."""
         hide_padding(model, width)
 
+    def narrow(self, width: int) -> None:
+        """Keep no more than ``width`` entries of rows from now on."""
+        self._store.width = width
+
     def load(self, model: Any) -> Load | None:
         """See :func:`genlm.vllm.weights.load_of`."""
         return load_of(model)
@@ -98,6 +102,9 @@ class WorkerRows:
 
     def hide_padding(self, model: Any, width: int) -> None:
         self._core.call_workers("genlm_hide_padding", width)
+
+    def narrow(self, width: int) -> None:
+        self._core.call_workers("genlm_narrow_rows", width)
 
     def load(self, model: Any) -> Load | None:
         """See :func:`genlm.vllm.weights.load_of`. Each worker reads a part of the checkpoint."""

@@ -76,10 +76,9 @@ class Sessions:
         fork of that computes fewer tokens."""
         context, length = query.context, query.length
         for new in range(1, min(self._reach, length - 1) + 1):
-            if length - new not in self._lengths:
+            if not self._lengths.get(length - new):
                 continue
-            is_parent = new == context.grown
-            known = context.parent_hash if is_parent else context.first(-new).hash_value
+            known = context.parent_hash if new == context.grown else context.first(-new).hash_value
             key = query.adapter, known
             if self._forks and key in self._taken:
                 return None
@@ -93,15 +92,15 @@ class Sessions:
         """Note that the taken sessions continue as longer contexts, so that they can no longer be
         forked at their former ends."""
         for session in self._taken.values():
-            self._forget_length(session)
+            self._lengths[session.length] -= 1
         self._taken.clear()
 
-    def park(self, session: VllmRequest) -> list[VllmRequest]:
-        """Keep ``session`` as the most recently used. Returns the sessions to release: an equal one
+    def park(self, session: VllmRequest) -> VllmRequest | None:
+        """Keep ``session`` as the most recently used. Returns the session to release: an equal one
         that it replaces."""
         key = _key(session)
         equal = self._idle.get(key)
-        released = [self._give_up(equal)] if equal else []
+        released = None if equal is None else self._give_up(equal)
         self._idle[key] = session
         self._lengths[session.length] += 1
         return released
@@ -171,15 +170,9 @@ class Sessions:
         self._pins.clear()
         return released
 
-    def _forget_length(self, session: VllmRequest) -> None:
-        length = session.length
-        self._lengths[length] -= 1
-        if not self._lengths[length]:
-            del self._lengths[length]
-
     def _give_up(self, session: VllmRequest) -> VllmRequest:
         self.usage.remove(session)
-        self._forget_length(session)
+        self._lengths[session.length] -= 1
         return self._idle.pop(_key(session))
 
 

@@ -63,6 +63,10 @@ class RowAccess:
         """See :func:`genlm.vllm.capture.hide_padding`."""
         hide_padding(self.model_runner.model, width)
 
+    def genlm_narrow_rows(self, width: int) -> None:
+        """See :attr:`genlm.vllm.capture.RowStore.width`."""
+        ROWS.width = width
+
     def genlm_groups_of_layers(self) -> list[tuple[int, int, bool]]:
         """See :func:`genlm.vllm.internals.groups_of_layers`."""
         return groups_of_layers(self.model_runner.kv_cache_config, self.vllm_config)
