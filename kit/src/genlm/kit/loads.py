@@ -51,8 +51,8 @@ def watch_load(
     needed: Container[str] | None = None,
     partly: bool = True,
 ) -> Callable[[], None]:
-    """Watch the first load of a model, whichever loader gives it weights, until the result is
-    called.
+    """Watch the first load of a model, whichever loader gives it weights. Calling the result ends
+    the watch.
 
     Args:
         model: A module with a method ``load_weights`` that takes names and tensors.
@@ -61,10 +61,10 @@ def watch_load(
         needed: See :class:`Writing`.
         partly: See :meth:`Writing.unwritten`.
     """
-    own: Any = weakref.WeakMethod(model.load_weights)  # else a model would keep itself
+    own: Any = weakref.WeakMethod(model.load_weights)  # otherwise a model would keep itself alive
 
     def load_weights(weights: Any, *args: Any, **named: Any) -> Any:
-        end()  # weights that come later may be a part of them
+        end()  # later calls may load only some of the weights
         load, reading = own(), Reading()
         model = load.__self__
         writing = Writing(model, needed)
@@ -84,8 +84,8 @@ def watch_load(
 
 @contextmanager
 def replaced(package: str, name: str, old: Any, new: Any) -> Iterator[None]:
-    """While a function is another one in all modules of a package that have it under this name,
-    also in those that are imported meanwhile."""
+    """Inside the block, a function is replaced in all modules of a package that have it under this
+    name, also in modules that are imported inside the block."""
     _replace(package, name, old, new)
     try:
         yield
@@ -218,14 +218,15 @@ class _Operations(TorchDispatchMode):
 
 
 class Writing:
-    """Sees which parameters of a model a load writes. Of the others the engine would serve what
-    happens to be in memory.
+    """Sees which parameters of a model a load writes. For the other parameters, the engine would
+    serve what happens to be in memory.
 
-    Until it is written, a part of each parameter that all of its rows have is NaN.
+    One column of each parameter is NaN until the load writes it, so that a row that is not written
+    shows.
 
     Args:
         model: Before the load.
-        needed: The names of parameters to look at; ``None``: all that checkpoints must have.
+        needed: The names of the parameters to watch; ``None`` for all that checkpoints must have.
     """
 
     def __init__(self, model: torch.nn.Module, needed: Container[str] | None = None) -> None:
@@ -233,14 +234,14 @@ class Writing:
         self._marks = list(_marks(model, needed))
 
     def unwritten(self, settings: Any, *, partly: bool) -> list[str]:
-        """The names of parameters that have not been written; to be called once, after the load.
+        """The names of parameters that the load has not written; to be called once, after it.
 
-        All others have no marks any more. A norm that the engine has and transformers' model has
-        not is as the engine has made it.
+        The marks of all other parameters are removed. A norm that only the engine's model has gets
+        its initial value back.
 
         Args:
             settings: See :func:`genlm.kit.settings.settings_of`.
-            partly: Also of those of which a part has not been written.
+            partly: Whether parameters that are written in part count as well.
         """
         found = []
         for name, place, before in self._marks:
@@ -255,10 +256,10 @@ class Writing:
         return found
 
     def _is_own(self, name: str, before: torch.Tensor, settings: Any) -> bool:
-        """Whether the engine has made a norm that transformers' model has not."""
+        """Whether a parameter is a norm that the engine has made, and transformers' model lacks."""
         if self._model.get_parameter(name).ndim > 1:
             return False
-        if bool((before != before[0]).any()) or float(before[0]) == 0:  # as memory may be
+        if bool((before != before[0]).any()) or float(before[0]) == 0:  # memory may be zeros
             return False
         empty = in_transformers(settings)
         return empty is not None and name not in dict(empty.named_parameters())
@@ -267,10 +268,10 @@ class Writing:
 def _marks(
     model: torch.nn.Module, needed: Container[str] | None
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Write the marks.
+    """Write NaN into one column of every parameter.
 
     Yields:
-        The name of a parameter, the part of it, and what was there.
+        The name of the parameter, the column, and its previous contents.
     """
     for name, parameter in model.named_parameters():
         if needed is not None and name not in needed:
@@ -284,16 +285,16 @@ def _marks(
 
 
 def require_all_written(unwritten: Sequence[str], model: str, kind: str, engine: str) -> None:
-    """Refuse a model of which a load has not written all parameters.
+    """Reject a model if a load has not written all of its parameters.
 
     Args:
-        unwritten: Which it has not, see :meth:`Writing.unwritten`.
-        model: What the user gave.
-        kind: Its family or class, for people.
-        engine: The engine's name, for people.
+        unwritten: The names of the others, see :meth:`Writing.unwritten`.
+        model: The folder or hub name that the user gave.
+        kind: The model's family or class, for the message.
+        engine: The engine's name, for the message.
 
     Raises:
-        EngineError: it has not written some.
+        EngineError: a parameter has not been written.
     """
     if unwritten:
         raise EngineError(

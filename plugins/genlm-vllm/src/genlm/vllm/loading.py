@@ -136,16 +136,17 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
 
 
 def _require_whole(load: Load | None, model: str, settings: Any, given: Mapping[str, Any]) -> None:
-    """Refuse a model that has left out a part of its checkpoint, or lacked a part of itself there.
+    """Reject a model that has left out tensors of its checkpoint, or has parameters that are not in
+    the checkpoint.
 
     Args:
-        load: What it has done with the checkpoint; ``None`` if nobody could watch that.
+        load: What the model has done with the checkpoint; ``None`` if it could not be watched.
         model: The folder or hub name.
         settings: What its configuration says, if transformers knows it.
         given: The user's ``engine_opts``.
 
     Raises:
-        EngineError: it has.
+        EngineError: a tensor is left out, or a parameter is missing.
     """
     load_format = given.get("load_format", "auto")
     if load is None:

@@ -35,7 +35,7 @@ def watched() -> Iterator[None]:
 
 def watch() -> Callable[[], None]:
     """Let vLLM's loaders read the files that transformers reads, and note what models do with the
-    weights that they are given, until the result is called."""
+    weights that the loaders give them. Calling the result ends this."""
     from vllm.model_executor import model_loader
 
     make, ending = model_loader.utils.initialize_model, ExitStack()
@@ -58,8 +58,8 @@ def watch() -> Callable[[], None]:
 
 
 def _plain_parameters(model: torch.nn.Module) -> Iterator[str]:
-    """The names of parameters of a quantised model that are not quantised. vLLM pads the others,
-    or makes them itself, so that no checkpoint has them."""
+    """The names of a quantised model's parameters that are not quantised. Quantised parameters may
+    be padded, or made by vLLM itself, so that checkpoints lack a part of them."""
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -92,8 +92,8 @@ def _as_transformers(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_of(model: Any) -> Load | None:
-    """What a loaded model has done with its checkpoint; ``None`` if its loader has written weights
-    past the model, or has made them up."""
+    """What a loaded model has done with its checkpoint; ``None`` if the loader has written the
+    weights without the model's ``load_weights``, or has made them up."""
     found: Load | None = getattr(model, LOAD, None)
     return found
 
