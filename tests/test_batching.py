@@ -45,9 +45,7 @@ async def test_tasks_that_begin_at_once_share_a_batch(mock, gate):
 
 
 @pytest.mark.parametrize(("options", "passes"), [({"batch_size": 8}, 9), ({}, 200)])
-async def test_a_loop_that_asks_something_new_in_every_pass_gets_batches(
-    mock, gate, options, passes
-):
+async def test_loop_with_new_requests_in_every_pass_still_gets_batches(mock, gate, options, passes):
     lm, asked = mock(**options), []
     for i in range(passes):
         asked.append(asyncio.ensure_future(lm.next_token_logprobs([i])))
@@ -57,7 +55,7 @@ async def test_a_loop_that_asks_something_new_in_every_pass_gets_batches(
 
 
 @pytest.mark.parametrize("options", [{}, {"continuous": True, "steps": 1}])
-async def test_while_the_engine_works_requests_queue_and_then_go_together(mock, gate, options):
+async def test_requests_queued_during_a_batch_form_the_next_one(mock, gate, options):
     lm = mock(**options)
     first = await busy(lm, gate, [0])
     others = await started(*(lm.next_token_logprobs([i]) for i in range(1, 10)))
@@ -172,7 +170,7 @@ def test_loop_with_withdrawn_requests_schedules_nothing(mock):
         runner.run(ask())
 
 
-def test_an_empty_batch(mock):
+def test_empty_batch_gives_an_empty_result(mock):
     class Elsewhere(MockEngine):
         device = "meta"
 
@@ -188,7 +186,7 @@ def test_an_empty_batch(mock):
         assert lm.batch_next_token_logprobs_sync([]).device.type == "meta"
 
 
-def test_stats_add_up(mock):
+def test_counters_of_stats_add_up(mock):
     lm = mock()
     for tokens in (5, 10):
         gathered(*(lm.next_token_logprobs([i % tokens]) for i in range(20)))

@@ -175,7 +175,7 @@ def test_processors_with_equal_names_are_distinguished(tmp_path, monkeypatch, fl
     assert command.processor()
 
 
-def test_compare_says_when_the_processor_is_another():
+def test_compare_reports_another_processor():
     before, after = results(10), results(10)
     after[0]["processors"] = ["family 25, model 1, avx2"]
     assert "trie: measured on another kind of processor before" in changes(before, after)[-1]

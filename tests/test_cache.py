@@ -52,7 +52,7 @@ def test_bytes_are_bounded_and_counted():
     "limits",
     [{"maxsize": 3}, {"maxsize": None, "max_bytes": 48}, {"max_bytes": np.uint8(48)}],
 )
-def test_last_of_many_rows_put_at_once_stay(limits):
+def test_last_of_many_rows_stored_at_once_are_kept(limits):
     cache = OutputCache(**limits)
     put(cache, "first", -1)
     cache.put([(str(i), row(float(i))) for i in range(9)], cache.generation)

@@ -67,7 +67,7 @@ def test_answer_is_a_part_if_the_template_needs_parts(lm):
     assert lm.decode(ids) == "[user]\nAs JSON.<|eot|>\n[assistant]\na\n"
 
 
-def test_options_of_the_encoding_hold_for_the_beginning_of_an_answer(lm):
+def test_encoding_options_apply_to_the_beginning_of_an_answer(lm):
     messages = [USER, {"role": "assistant", "content": "a\n"}]
     given = {"continue_final_message": True, "chat_template": TRIMS}
     assert lm.decode(lm.apply_chat_template(messages, **given)[-2:]) == "a\n"

@@ -329,7 +329,7 @@ def test_an_interrupted_request_does_not_stop_those_that_its_loop_asks_later(moc
         assert runner.run(ask()).shape == (258,)
 
 
-def test_an_interrupted_synchronous_caller_lets_go(mock, gate):
+def test_interrupted_synchronous_request_is_dropped(mock, gate):
     """A thread's request that nobody waits for any more is dropped like a coroutine's."""
     lm = mock()
     gate.shut()
@@ -352,7 +352,7 @@ def test_an_interrupted_synchronous_caller_lets_go(mock, gate):
     assert lm.stats.cancelled == 1
 
 
-def test_a_draw_that_is_interrupted_before_it_begins_asks_nothing(mock, gate, monkeypatch):
+def test_sample_interrupted_before_it_begins_requests_nothing(mock, gate, monkeypatch):
     lm = mock()
     started: list[threading.Thread] = []
     may_run = threading.Event()

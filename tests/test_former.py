@@ -135,7 +135,7 @@ def test_python_adds_no_suggestion_to_a_known_hint(mock, name: str, right: str) 
         ("next_bytes_logprob", r"genlm\.core\.next_bytes has it"),
     ],
 )
-def test_names_that_are_looked_for_in_the_package(name: str, right: str) -> None:
+def test_names_looked_up_in_the_package_get_a_hint(name: str, right: str) -> None:
     with pytest.raises(AttributeError, match=f"'genlm.core' has no attribute '{name}': {right}"):
         getattr(genlm.core, name)
     assert not hasattr(genlm.core, name)

@@ -45,7 +45,7 @@ BAD_CONTEXTS = [
 
 
 @pytest.mark.parametrize(("context", "message"), BAD_CONTEXTS)
-def test_bad_contexts(mock, gate, context, message):
+def test_invalid_contexts_are_rejected(mock, gate, context, message):
     lm = mock(max_context=10)
     for way in (lambda: lm.next_token_logprobs_sync(context), lambda: lm.cache_kv(context)):
         with pytest.raises(InvalidQueryError) as caught:
@@ -94,7 +94,7 @@ def test_an_error_of_the_callers_own_generator_is_not_hidden(mock):
         iter([1, 2]),
     ],
 )
-def test_good_contexts(mock, context):
+def test_valid_contexts_are_accepted(mock, context):
     lm = mock()
     assert torch.equal(
         lm.next_token_logprobs_sync(context), lm.next_token_logprobs_uncached([1, 2])
@@ -139,7 +139,7 @@ def test_a_context_of_the_greatest_length(mock):
         ({"min_p": 1.5}, "min_p must be .* got 1.5"),
     ],
 )
-def test_bad_sampling_options(mock, gate, arguments, message):
+def test_invalid_sampling_options_are_rejected(mock, gate, arguments, message):
     lm = mock()
     arguments = {"max_tokens": 1, "eos_token_ids": [], **arguments}
     with pytest.raises(InvalidOptionError, match=message) as caught:

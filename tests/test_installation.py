@@ -45,13 +45,13 @@ def test_from_a_clone_its_folders_are_installed(installed_from, clone):
 
 
 @pytest.mark.parametrize("url", [None, "https://example.org/genlm_core-0.1.0.whl", "file:///gone"])
-def test_otherwise_they_come_from_pypi(installed_from, url):
+def test_outside_a_clone_packages_come_from_pypi(installed_from, url):
     installed_from(url)
     assert pip_install("genlm-vllm") == "pip install genlm-vllm"
     assert pip_install("genlm-core", "completion") == "pip install 'genlm-core[completion]'"
 
 
-def test_messages_say_so(installed_from, clone, capsys, monkeypatch):
+def test_messages_name_the_install_command(installed_from, clone, capsys, monkeypatch):
     installed_from((clone / "core").as_uri())
     monkeypatch.setattr("genlm.core.plugins.backend_names", lambda: ["mock"])
     with pytest.raises(BackendNotFoundError, match=r"pip install '.*a clone.*genlm-vllm'"):

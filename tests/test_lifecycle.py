@@ -138,7 +138,7 @@ def test_how_a_program_has_set_the_collector_is_kept(given, default_collector):
     assert gc.get_threshold() == given
 
 
-async def test_context_managers():
+async def test_context_managers_close_the_model():
     with MockAsyncLM() as lm:
         lm.next_token_logprobs_sync([1])
         lm.cleanup()  # the former name of close()
@@ -263,9 +263,7 @@ def ask_more(batcher: Batcher) -> None:
     ("handler", "refusals"),
     [(ask_more, ()), (Batcher.reset, QueriesResetError), (Batcher.close, ModelClosedError)],
 )
-def test_a_signal_handler_may_ask_reset_and_close_while_a_request_is_being_put(
-    way, handler, refusals
-):
+def test_signal_handler_may_use_and_close_a_model_during_a_request(way, handler, refusals):
     """The signal arrives at every line of the batcher, also while it holds its lock."""
 
     def last_line():

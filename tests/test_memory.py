@@ -33,7 +33,7 @@ def test_memory_has_run_out(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2"), ValueError("not enough memory")])
-def test_another_error_stays_itself(error: Exception) -> None:
+def test_other_errors_are_unchanged(error: Exception) -> None:
     assert not is_out_of_memory(error)
     with pytest.raises(type(error)) as raised, lower("batch_size"):
         raise error

@@ -140,7 +140,7 @@ def test_long_sample_follows_the_rows_and_lets_others_between():
         assert lm.stats.draws == 1
 
 
-def test_a_distribution_that_changes_is_asked_every_time():
+def test_changing_distribution_is_never_cached():
     class Changing(MockAsyncLM):
         best = 3
 

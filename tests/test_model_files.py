@@ -160,7 +160,7 @@ def the_hub(monkeypatch):
     return answers
 
 
-def test_offline_only_the_cache_is_asked(the_hub, monkeypatch):
+def test_only_the_cache_is_used_offline(the_hub, monkeypatch):
     the_hub()
     with pytest.raises(ModelNotFoundError, match="the hub's cache has no such model, and offline"):
         require_model("no-such/model")

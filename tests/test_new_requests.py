@@ -105,7 +105,7 @@ contexts = st.lists(st.integers(0, 1), min_size=1, max_size=30).map(tuple)
 
 
 @given(st.sets(contexts, min_size=1, max_size=20), st.integers(0, 60), st.integers(1, 8), st.data())
-def test_whatever_happens_all_are_let_go(new, least_saved, each, data):
+def test_every_request_is_eventually_released(new, least_saved, each, data):
     """One that is let go may begin, or be sent back; those that begin end some time."""
     leaders: Leaders = Leaders(least_saved, each)
     waiting, begun, steps = keys(*sorted(new)), {}, 0

@@ -183,7 +183,7 @@ def test_a_token_that_the_model_never_draws_is_not_followed():
         assert math.exp(logprob) == pytest.approx(3 / 9, rel=1e-6)
 
 
-def test_contexts_are_asked_together(lm):
+def test_contexts_are_requested_together(lm):
     asyncio.run(next_bytes_logprob(lm, [0], b"abbab"))
     assert lm.stats.largest_batch > 1
     assert lm.stats.batches <= 5  # at most one for each token in a row

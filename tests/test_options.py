@@ -117,7 +117,7 @@ def test_a_model_without_a_folder_cannot_be_verified(mock):
 # --- names ----------------------------------------------------------------------------------------
 
 
-def test_an_unknown_option_is_answered_with_all_that_there_are():
+def test_unknown_option_error_lists_all_options():
     with pytest.raises(InvalidOptionError) as caught:
         refuse_unknown(
             "mine",

@@ -68,7 +68,7 @@ def test_an_adapter_is_chosen_by_its_name(mock) -> None:
     assert base.token_ids != adapted.token_ids
 
 
-def test_particles_share_batches_and_none_draws_nothing(mock, gate) -> None:
+def test_particles_share_batches_and_zero_particles_draw_nothing(mock, gate) -> None:
     lm = mock()
     asyncio.run(lm.sample_particles([1], 16, 1, seed=0))
     assert gate.batches == [[(1,)]]  # their first row is equal, so it is computed once

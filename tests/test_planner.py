@@ -444,7 +444,7 @@ def ask(planner: Kept, *contexts: Sequence[int]) -> None:
         planner.commit(batch)
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_least_recently_used_is_evicted_first() -> None:
     kept = Kept(budget=12)
     for first in (1, 2, 3):
         ask(kept, [first] * 3)

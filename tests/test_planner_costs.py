@@ -309,7 +309,7 @@ def test_short_contexts_fit_beside_long_pinned_ones() -> None:
     assert planner.fits(511)
 
 
-def test_all_slots_are_looked_at_only_when_some_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_slots_are_searched_only_after_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the budget is used up, every step with new slots needs room. The common prefixes of all
     slots are not searched for each time."""
     looked: list[int] = []

@@ -36,7 +36,7 @@ class Watched(tuple[int, ...]):
 
 
 @given(TUPLES, TUPLES, KEYS)
-def test_common_length(a: Any, b: Any, kind: type) -> None:
+def test_common_length_matches_brute_force(a: Any, b: Any, kind: type) -> None:
     a, b = kind(a), kind(b)
     length = common_length(a, b)
     assert a[:length] == b[:length]
@@ -44,7 +44,7 @@ def test_common_length(a: Any, b: Any, kind: type) -> None:
 
 
 @given(st.sets(TUPLES), TUPLES, KEYS)
-def test_lookups_find_what_a_scan_finds(given: set[Any], key: Any, kind: type) -> None:
+def test_lookups_match_a_scan(given: set[Any], key: Any, kind: type) -> None:
     stored, key = {kind(each) for each in given}, kind(key)
     index: PrefixIndex[Any, None] = PrefixIndex()
     for each in stored:

@@ -41,7 +41,7 @@ def by_hand(row, uniform, ids):
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_draws_are_those_of_the_cumulative_distribution(mock, name):
+def test_samples_invert_the_cumulative_distribution(mock, name):
     lm, source = mock(), random.Random(5)
     allowed, ids = ALLOWED[name]
     uniforms = [0.0, 0.999999, *(source.random() for _ in range(60))]
@@ -138,7 +138,7 @@ def test_chosen_log_probabilities_and_the_likeliest(mock):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
-def test_masses_of_prefixes_are_those_of_the_trie(mock, device):
+def test_masses_of_prefixes_match_the_trie(mock, device):
     lm = mock()
     trie = TokenCharacterTrie(lm.byte_vocab, device)
     masses = prefix_masses(trie)

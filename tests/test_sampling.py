@@ -32,7 +32,7 @@ from .doubles import Processor, padded
         {"eos_token_ids": range(30)},
     ],
 )
-def test_the_core_draws_what_the_native_sampler_draws(mock, monkeypatch, gate, how):
+def test_core_and_native_sampler_draw_the_same(mock, monkeypatch, gate, how):
     prompts = [[1], [1], [2, 3]]
     how = {"eos_token_ids": [], "seed": 3, **how}
     native = mock().batch_sample_sync(prompts, 12, **how)
@@ -74,7 +74,7 @@ def test_a_token_that_rows_have_no_place_for_is_no_continuation():
         lm.sequence_logprobs_sync([1], [260])
 
 
-def test_scores_by_rows_ask_few_contexts_at_a_time(mock, monkeypatch, gate):
+def test_scores_from_rows_request_few_contexts_at_a_time(mock, monkeypatch, gate):
     """Every prefix may take key/value state as large as the whole context's."""
     count = 2 * MAX_PREFIXES_AT_ONCE + 6
     native = mock().sequence_logprobs_sync([1, 2], range(count))

@@ -165,7 +165,7 @@ def _contexts(length, max_length, context_len):
 
 @pytest.mark.parametrize("length", [1, 2, 5, 6, 7, 23, 24])
 @pytest.mark.parametrize("context_len", [1, 2, 5])
-def test_no_window_is_longer_and_no_context_shorter_than_was_asked(length, context_len):
+def test_windows_keep_the_requested_length_and_context(length, context_len):
     contexts = _contexts(length, 5, context_len)
     assert sorted(contexts) == list(range(1, length))
     for i, context in contexts.items():

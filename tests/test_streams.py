@@ -19,7 +19,7 @@ async def collected(lm: MockAsyncLM, *arguments, **options) -> list[int]:
     return [token_id async for token_id in lm.stream(*arguments, **options)]
 
 
-async def test_a_stream_gives_what_sample_gives(mock, monkeypatch) -> None:
+async def test_stream_gives_the_tokens_of_sample(mock, monkeypatch) -> None:
     monkeypatch.delattr(MockEngine, "genlm_sample")
     lm = mock()
     expected = await lm.sample([1, 2], 40, range(30), **HOW)
@@ -62,7 +62,7 @@ async def test_a_stream_can_be_closed_at_any_place(mock, read: int) -> None:
     assert [token_id async for token_id in stream] == []
 
 
-def test_a_stream_checks_before_it_is_read(mock) -> None:
+def test_stream_arguments_are_checked_before_it_is_read(mock) -> None:
     lm = mock(max_context=4)
     with pytest.raises(InvalidOptionError, match="temperature must be"):
         lm.stream([1], 3, temperature=-1)

@@ -30,7 +30,7 @@ def over(tokenizer, **options):
     return AsyncLM(lambda: MockEngine(tokenizer, **options), backend="mock")
 
 
-def test_text_goes_in_and_out_after_closing_too(mock):
+def test_text_methods_work_after_closing(mock):
     """The tokenizer belongs to no engine."""
     lm = mock()
     lm.close()
@@ -77,7 +77,7 @@ class Chat(ByteTokenizer):
         return self.encode("".join(message["content"] for message in messages))
 
 
-def test_a_chat_template():
+def test_chat_template_is_applied():
     tokenizer = Chat()
     with over(tokenizer) as lm:
         assert lm.apply_chat_template(USER) == [104, 105]
@@ -128,7 +128,7 @@ class Built(Unset):
         return [1]
 
 
-def test_whether_a_chat_template_is_needed_is_for_the_tokenizer_to_say():
+def test_tokenizer_decides_whether_it_needs_a_chat_template():
     with over(Built()) as lm:
         assert lm.apply_chat_template(USER, add_generation_prompt=False) == [1]
     for tokenizer in (Unset(), ByteTokenizer()):
@@ -322,7 +322,7 @@ def test_the_most_likely_tokens(mock):
     forgotten.close()
 
 
-def test_options_as_keywords():
+def test_options_may_be_keywords():
     with load_model_by_name("mock", "mock", batch_size=3, delay=0) as lm:
         assert lm.next_token_logprobs_sync([1]).shape == (258,)
     with pytest.raises(InvalidOptionError, match="batch_size is given in llm_opts and as a"):

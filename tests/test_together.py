@@ -326,7 +326,7 @@ def test_matrix_is_freed_after_its_step_even_if_the_function_raises(mock, ranked
 
 
 @BOTH
-def test_an_adapter_s_rows_come_to_the_function(mock, ranked, options):
+def test_function_gets_rows_of_the_adapter(mock, ranked, options):
     lm = mock(**options)
     lm.add_new_lora("folder/of/poems", "poems")
     names = [None, "poems"]
@@ -338,7 +338,7 @@ def test_an_adapter_s_rows_come_to_the_function(mock, ranked, options):
 
 
 @BOTH
-def test_rows_that_a_wrapper_has_changed_come_to_the_function(mock, ranked, options):
+def test_function_gets_rows_changed_by_wrappers(mock, ranked, options):
     def no_best(queries, rows):
         return rows.scatter(1, rows.argmax(-1, keepdim=True), -torch.inf).log_softmax(-1)
 
@@ -416,7 +416,7 @@ def test_the_first_error_ends_a_batch_call(mock):
 
 
 @BOTH
-def test_exceptions_take_the_places_of_results_if_a_batch_call_asks_for_them(mock, options):
+def test_batch_call_may_return_exceptions_as_results(mock, options):
     lm = mock(fail_on=lambda query: query.token_ids == (3,), **options)
     contexts, numbers = [[at] for at in range(6)], [2, 0, 4, 1, 5, 0]
     found = lm.batch_next_token_logprobs_sync(
@@ -429,7 +429,7 @@ def test_exceptions_take_the_places_of_results_if_a_batch_call_asks_for_them(moc
     assert isinstance(alone, EngineError)
 
 
-def test_return_exceptions_goes_with_then(mock):
+def test_return_exceptions_requires_then(mock):
     lm = mock()
     with pytest.raises(InvalidInputError, match="return_exceptions goes with then"):
         lm.batch_next_token_logprobs_sync([[1]], return_exceptions=True)
@@ -494,7 +494,7 @@ def reducing(gate):
         yield lm
 
 
-def test_an_engine_that_names_reductions_makes_them_and_no_row_comes(reducing, ranked):
+def test_engine_that_takes_reductions_sends_no_rows(reducing, ranked):
     contexts = [[at % 7, 1] for at in range(30)]
     ranks = [at % 5 for at in range(30)]
     found = reducing.batch_next_token_logprobs_sync(contexts, then=map(ranked.then, ranks))

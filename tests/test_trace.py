@@ -127,7 +127,7 @@ def test_a_bad_path_is_known_at_once(mock, tmp_path):
         pass
 
 
-def test_a_trace_that_is_never_entered_says_so(mock, path):
+def test_trace_that_is_never_entered_warns(mock, path):
     lm = mock()
     with pytest.warns(RuntimeWarning, match=r"trace\.json'\) has recorded nothing: write `with lm"):
         lm.trace(path)

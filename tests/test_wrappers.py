@@ -54,7 +54,7 @@ class Power:
         return (self.power * rows).log_softmax(-1)
 
 
-def test_wrappers_are_told_apart_by_identity():
+def test_wrappers_are_distinguished_by_identity():
     expected = (4 * row_of(1)).log_softmax(-1)
     once = Power(2)
     for given in ((Power(2), Power(2)), (once, once)):

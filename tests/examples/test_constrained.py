@@ -126,7 +126,7 @@ def test_every_text_of_a_real_model_matches_the_schema(printed, tmp_path):
     assert -20 < float(said.split()[-1]) < 0
 
 
-def test_on_a_real_model_free_draws_say_the_same(printed):
+def test_estimate_on_a_real_model_matches_unconstrained_samples(printed):
     *_, weighted, counted = printed(
         *("--regex", "(Yes|No)[.,!]?", "--prompt", "Is the sky blue? Answer yes or no."),
         *("--particles", "32", "--max-tokens", "3", "--reject", "200"),

@@ -65,7 +65,7 @@ def test_the_page_of_results_has_plots(tmp_path: Path) -> None:
     assert all((tmp_path / image).read_text().endswith("</svg>\n") for image in images)
 
 
-def test_the_first_page(printed_by: Callable[[str], str]) -> None:
+def test_program_of_the_first_page_prints_its_output(printed_by: Callable[[str], str]) -> None:
     assert " Paris" in printed_by((DOCS / "index.md").read_text())
 
 

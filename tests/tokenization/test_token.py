@@ -50,7 +50,7 @@ def test_tokens_with_equal_bytes_are_different_and_those_with_equal_ids_the_same
     assert A != "a"
 
 
-def test_bytes_and_tokens_are_told_apart() -> None:
+def test_tokens_and_bytes_are_distinguished() -> None:
     assert [Token.is_plain_bytes(each) for each in (b"a", A, "a")] == [True, False, False]
     assert type(Token.as_bytes(A)) is bytes
     assert Token.as_bytes("a") == "a"
@@ -75,7 +75,7 @@ def test_wrong_types_are_rejected() -> None:
         Token(1, "a")  # type: ignore[arg-type]
 
 
-def test_tokens_are_small() -> None:
+def test_tokens_take_little_memory() -> None:
     # In a separate process, because what tokens share must not depend on earlier tokens.
     result = run_python("""
         import tracemalloc

@@ -100,7 +100,7 @@ def test_node_out_of_range_is_rejected(trie, node):
         trie.positions_under(node)
 
 
-def test_how_many_children(trie):
+def test_number_of_children_is_right(trie):
     assert trie.heaviest_children(trie.root, ROW.exp(), 0) == []
     with pytest.raises(InvalidInputError, match="k must be an integer of at least 0; got '2'"):
         trie.heaviest_children(trie.root, ROW.exp(), "2")

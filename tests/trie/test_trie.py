@@ -101,7 +101,7 @@ def by_definition(trie, ws, combine):
 
 @tries
 @given(items=MIXED, data=st.data())
-def test_sums_and_maxima(trie_class, items, data):
+def test_sums_and_maxima_match_the_definition(trie_class, items, data):
     trie = trie_class(items)
     ws = np.array(data.draw(st.lists(WEIGHTS, min_size=len(items), max_size=len(items))))
     assert np.array_equal(trie.weight_max(ws), by_definition(trie, ws, max))
@@ -138,7 +138,7 @@ def test_sums_and_maxima_over_many_items(trie_class, seed, symbols, longest):
 
 
 @given(items=MIXED)
-def test_the_shape(items):
+def test_shape_of_a_trie_is_right(items):
     trie = TokenCharacterTrie(items)
     seen = [trie.root]
     for node in seen:
@@ -395,7 +395,7 @@ def test_an_unknown_device_is_rejected(kind, device):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_device_that_is_not_there_is_rejected():
+def test_missing_device_is_rejected():
     with pytest.raises(InvalidOptionError, match="'cuda', which this PyTorch cannot use here"):
         ParallelTokenCharacterTrie([b"a"], device="cuda")
 

@@ -68,13 +68,13 @@ SOURCES = Path(str(importlib.import_module("genlm.backend").__file__)).parents[2
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_every_name_is_there(module: str) -> None:
+def test_every_former_name_exists(module: str) -> None:
     for name in NAMES[module].split():
         assert getattr(importlib.import_module(module), name) is not None
 
 
 @pytest.mark.parametrize("module", GONE)
-def test_a_name_that_is_gone_says_what_to_use(module: str) -> None:
+def test_removed_name_error_names_the_replacement(module: str) -> None:
     for name in GONE[module].split():
         with pytest.raises(AttributeError, match=rf"{name} existed in genlm-backend 0\.3") as error:
             getattr(importlib.import_module(module), name)
@@ -113,9 +113,7 @@ def test_importing_loads_no_engine_and_sets_nothing() -> None:
     ("backend", "name"),
     [("vllm", "AsyncVirtualLM"), ("mlx", "AsyncMlxLM"), ("sgl", "AsyncSGLTransformer")],
 )
-def test_a_class_without_its_plugin_can_be_asked_about_but_not_used(
-    backend: str, name: str
-) -> None:
+def test_class_without_its_plugin_can_be_inspected_but_not_used(backend: str, name: str) -> None:
     if importlib.util.find_spec(f"genlm.{backend}"):
         pytest.skip(f"genlm-{backend} is installed here")
     from genlm.backend import llm
@@ -133,7 +131,7 @@ def test_a_class_without_its_plugin_can_be_asked_about_but_not_used(
             use()
 
 
-def test_the_prefix_cache_is_a_type_that_nobody_can_make() -> None:
+def test_prefix_cache_type_cannot_be_instantiated() -> None:
     from genlm.backend.cache import DynamicTokenTrie, TokenTrie
 
     assert DynamicTokenTrie is TokenTrie

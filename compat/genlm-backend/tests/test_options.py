@@ -172,7 +172,7 @@ def test_an_option_of_another_backend_is_rejected_and_not_dropped(
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_what_wrapped_a_loaded_engine_says_what_to_use(name: str) -> None:
+def test_wrapping_a_loaded_engine_names_the_replacement(name: str) -> None:
     with pytest.raises(UnsupportedError, match="from_name"):
         owner_of(f"llm.{name}")(object())
 

@@ -88,7 +88,7 @@ def test_tensor_in_memory_of_a_freed_one_counts_separately() -> None:
     assert [*reading.unread(torch.nn.Module())] == ["third"]
 
 
-def test_a_large_tensor_that_a_loader_lets_go_of_stays_unread() -> None:
+def test_large_tensor_freed_by_a_loader_stays_unread() -> None:
     """Although others take its place in memory, of the checkpoint and of the loader."""
     reading, place = Reading(), bytearray(b"\1" * (4 << 19))
 

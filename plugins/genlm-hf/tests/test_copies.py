@@ -186,7 +186,7 @@ def test_fork_additionally_copies_its_slots(there: Make) -> None:
     assert ask(engine, *forks) == Counts(up=2)  # whatever the number of layers
 
 
-def test_snapshots_copy_once_where_contexts_stay_together(there: Make) -> None:
+def test_snapshots_of_contexts_that_stay_together_are_copied_once(there: Make) -> None:
     engine = there(MAMBA, ReuseMode.STEPWISE)
     assert ask(engine, *contexts_of(20)) == ONE
     grown = [[*one, 5] for one in contexts_of(20)]

@@ -97,7 +97,7 @@ def test_state_that_is_not_returned_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_attention_that_was_asked_for_is_replaced_and_restored(attention: str) -> None:
+def test_requested_attention_is_replaced_and_restored(attention: str) -> None:
     model = proven(configs.LlamaConfig(**SHAPE, attn_implementation=attention))
     model.check((1, 2, 3), (1, 2, 3, 4, 5))
     model.engine.genlm_close()
@@ -105,7 +105,7 @@ def test_the_attention_that_was_asked_for_is_replaced_and_restored(attention: st
 
 
 @pytest.mark.parametrize("kind", ["Gemma2", "VaultGemma"])
-def test_capped_attention_is_that_of_the_explicit_formula(kind: str) -> None:
+def test_capped_attention_matches_the_explicit_formula(kind: str) -> None:
     """The lowest transformers takes PyTorch's fused attention for it, which leaves the cap out."""
     config = getattr(configs, f"{kind}Config")(**SHAPE, **MIXED, attn_logit_softcapping=0.02)
     model = build(config)
@@ -160,7 +160,7 @@ SHARING_COSTS = [SharingCosts(sharing=1), SharingCosts(sharing=64, trunk=66)]
 
 @pytest.mark.parametrize("costs", SHARING_COSTS, ids=["within a window", "beyond a window"])
 @pytest.mark.parametrize("family", SHARED)
-def test_rows_behind_trunks(
+def test_rows_after_shared_prefixes_are_right(
     family: str, costs: SharingCosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strategies, "SHARING_COSTS", costs)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.any_version
 # --- which kernels attention may use --------------------------------------------------------------
 
 
-def test_cudnn_comes_back_when_the_last_forward_ends() -> None:
+def test_cudnn_is_restored_after_the_last_forward() -> None:
     """Two models in two threads, which end in the order in which they began."""
     allowed, without = torch.backends.cuda.cudnn_sdp_enabled, WithoutCudnn()
     assert allowed()

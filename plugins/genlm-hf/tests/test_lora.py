@@ -125,7 +125,7 @@ def test_missing_folder_is_reported_before_peft_is_imported(
 
 # PEFT would warn of every module if the active adapter is removed.
 @pytest.mark.filterwarnings("error:Adapter .* was active")
-def test_the_base_model_stays_itself_in_whatever_order_adapters_come_and_go(
+def test_base_model_is_unchanged_for_any_order_of_adapters(
     tiny: str, lora_folders: dict[str, str]
 ) -> None:
     # The adapters change different modules, so PEFT wraps some only later.

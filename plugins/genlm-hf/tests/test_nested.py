@@ -168,7 +168,7 @@ def test_lack_of_memory_inside_a_text_keeps_rows_right(monkeypatch: pytest.Monke
     assert len(calls) > 2
 
 
-def test_texts_that_differ_in_one_word() -> None:
+def test_texts_that_differ_in_one_word_share_their_computation() -> None:
     """They are scored together, as a sampler of single words requests them."""
     model = proven(LlamaConfig(**SHAPE))
     (text,) = draw(1, 9)

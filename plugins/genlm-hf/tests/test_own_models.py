@@ -107,7 +107,7 @@ def test_a_model_that_returns_tuples_by_its_configuration() -> None:
     torch.testing.assert_close(found, right, atol=1e-4, rtol=0)
 
 
-def test_scores_take_one_forward_where_embeddings_are_padded() -> None:
+def test_scores_of_a_padded_model_take_one_forward() -> None:
     model = build(llama_config(vocab_size=264))
     with torch.no_grad():
         model.get_output_embeddings().weight[258:] *= 30  # padding has most of the mass

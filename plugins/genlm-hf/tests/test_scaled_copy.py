@@ -50,7 +50,7 @@ def test_rows_that_are_random_are_rejected() -> None:
     assert "from forward to forward" in found.why
 
 
-def test_thresholds_are_found_wherever_they_stand() -> None:
+def test_thresholds_are_found_at_any_depth() -> None:
     config = transformers.Ministral3Config(**SHAPE, sliding_window=2048, rope_parameters=YARN)
     found = {".".join(one.path): one.value for one in thresholds(config.to_dict())}
     path = "rope_parameters.original_max_position_embeddings"
@@ -202,7 +202,7 @@ def test_scaled_copy_is_built_only_for_thresholds(
     assert not built
 
 
-def test_a_scaled_copy_is_gone_before_the_next_garbage_collection(
+def test_scaled_copy_is_freed_without_a_garbage_collection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copies: list[weakref.ref[Any]] = []

@@ -171,7 +171,7 @@ def test_prefix_too_large_to_keep_leaves_rows_right(model: Any) -> None:
         model.check(prompt, *[(*prompt, token) for token in range(8)])
 
 
-def test_prefix_that_is_asked_itself_is_not_computed_twice() -> None:
+def test_requested_prefix_is_not_computed_twice() -> None:
     model = proven(LFM2)
     first, known, asked = draw(3, 50)
     model.ask((*first, *known))
@@ -201,7 +201,7 @@ def test_fork_leaves_its_parent_unchanged(model: Any) -> None:
     assert model.forwards == [4] * 3
 
 
-def test_contexts_of_unlike_length_go_on_together(model: Any) -> None:
+def test_contexts_of_unequal_length_are_extended_together(model: Any) -> None:
     """Contexts also come, leave, fork, and remain alone after the longest has left."""
     contexts = [one[: 20 + 7 * at] for at, one in enumerate(draw(5, 60))]
     model.ask(*contexts)
@@ -258,7 +258,7 @@ def test_window_snapshot_holds_only_its_own_memory() -> None:
     assert pair.forwards == [3]
 
 
-def test_rows_of_different_forwards_go_together(model: Any) -> None:
+def test_rows_of_different_forwards_are_extended_together(model: Any) -> None:
     first, second, third = draw(3, 20)
     model.ask(first)
     model.ask(second[:19])
@@ -289,7 +289,7 @@ def test_scores_of_candidates_with_a_common_prefix_share_it(model: Any) -> None:
     assert sum(model.forwards) < 0.6 * sum(71 - at - start for at in range(6))
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_least_recently_used_is_evicted_first() -> None:
     model = proven(MAMBA, kv_cache_bytes=3 * MAMBA_BYTES)
     first, second, third = draw(3, 20)
     for prompt in (first, second, third):

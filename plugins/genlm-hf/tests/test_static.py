@@ -190,7 +190,7 @@ def test_frequent_shape_is_recorded(operators: Operators) -> None:
     assert [(one["rows"], one["columns"]) for one in found] == [(4, 64)]
 
 
-def test_a_resized_pool(operators: Operators) -> None:
+def test_resizing_the_pool_drops_recordings(operators: Operators) -> None:
     """More contexts come, so that the state moves."""
     steps = Steps(static(LLAMA), operators)
     assert steps.replayed(6) == 3

@@ -49,7 +49,7 @@ def test_two_programs_of_different_adapters_at_once(
         assert alone[0] != alone[1] != alone[2]
 
 
-def test_a_step_is_drawn_at_once_and_no_row_comes_to_the_program(tiny: str) -> None:
+def test_step_is_drawn_at_once_without_rows_in_the_program(tiny: str) -> None:
     calls = []
     among = draw_among(ALLOWED)
     inner = among.function

@@ -347,7 +347,7 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_thresholds_too_long_to_compute_are_looked_at_on_a_scaled_copy(
+def test_long_thresholds_are_verified_on_a_scaled_copy(
     far: Path,
     install: Callable[..., None],  # noqa: F811
     capsys: pytest.CaptureFixture[str],

@@ -192,7 +192,7 @@ def test_a_score_that_ends_where_a_context_does(folders: Folders) -> None:
     assert len(tried.kept) == 0
 
 
-def test_many_short_contexts_go_in_few_chunks(
+def test_many_short_contexts_run_in_few_chunks(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 2 to 4 tokens before the last, two at a time, in a rotating cache: three take a chunk of

@@ -81,7 +81,7 @@ def test_probe_detects_accidental_broadcasting(
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba"])
-def test_a_pinned_prefix_stays_within_no_bytes_and_is_dropped_by_clear(
+def test_pinned_prefix_is_kept_without_a_budget_and_dropped_by_clear(
     folders: Folders, family: str
 ) -> None:
     engine = load(str(folders(family)), {"kv_cache_bytes": 0})

@@ -221,7 +221,7 @@ def test_waiting_contexts_evict_no_other_context(
     assert tried.ask(*[(*key, 7) for key in keys]) == [7]
 
 
-def test_some_contexts_of_many_go_on(shared: Tried) -> None:
+def test_some_of_many_contexts_can_be_extended(shared: Tried) -> None:
     """The extended contexts may lie far apart in the table."""
     keys = keys_of(20, 20)
     shared.ask(*keys)

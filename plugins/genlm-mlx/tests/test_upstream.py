@@ -41,7 +41,7 @@ drawn.wait()
 """
 
 
-def test_rotary_settings_of_transformers_5_are_not_seen(folders: Folders) -> None:
+def test_mlx_lm_ignores_rotary_settings_of_transformers_5(folders: Folders) -> None:
     model, _ = load_model(folders("llama"))
     assert model.args.rope_theta != 500.0, FIXED.format("`amended` in loading.py")
 

@@ -52,7 +52,7 @@ def test_unconverted_tensors_are_dropped(
     assert not dropped, "weights that a program loads later are its own"
 
 
-def test_a_model_that_drops_what_transformers_reads_is_rejected(saved: Saved) -> None:
+def test_model_that_drops_needed_tensors_is_rejected(saved: Saved) -> None:
     """A bias of the router: zeros in a new model, and not in a trained one."""
     moe = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
     folder = saved(Ernie4_5_MoeConfig(**SIZES, **HEADS, **moe, pad_token_id=0))

@@ -188,7 +188,7 @@ def test_a_replica_whose_engine_dies_is_replaced_with_its_adapters(
     assert replicas(lm) != [lost], "the handle of the replica that was lost"
 
 
-def test_ten_thousand_scores_in_one_gather(
+def test_ten_thousand_scores_in_one_gather_are_right(
     fleet: Callable[..., AsyncLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watch is not kept waiting, and no call is long."""

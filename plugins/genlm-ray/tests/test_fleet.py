@@ -62,7 +62,7 @@ def test_free_replica_takes_over_waiting_requests() -> None:
     assert answered == len(fleet.answers) == 2000 - size * calls
 
 
-def test_a_request_is_asked_again_while_an_equal_one_is_in_flight() -> None:
+def test_request_equal_to_a_dropped_one_in_flight_is_sent_again() -> None:
     """The first request was dropped while it was answered, so its next caller got that answer. Then
     another caller made an equal request."""
     fleet, (line,) = started(1)
@@ -101,7 +101,7 @@ def test_a_fleet_that_was_ended_is_dead() -> None:
     assert line.next("open") is None
 
 
-def test_only_deaths_one_after_the_other_count_against_an_entry() -> None:
+def test_only_consecutive_deaths_count_against_an_entry() -> None:
     entry = Entry(("add_adapter", "a"), ("remove_adapter", "a"), deaths=2)
     log = Log(change=Change(entry, lambda error: None))
     log.worked(entry)
@@ -211,7 +211,7 @@ def test_suspects_avoid_replicas_where_another_program_tries_its_own() -> None:
     assert placing.next(coming=False) is None
 
 
-def test_requests_that_fail_together_are_asked_apart() -> None:
+def test_requests_that_fail_together_are_retried_separately() -> None:
     fleet, (line,) = started(1)
     fleet.step([Query((at,)) for at in range(20)], [])
     fleet.take(line.next("answer"), MemoryError("no room for all rows"))
@@ -304,7 +304,7 @@ def test_a_replica_that_starts_during_a_clearing_keeps_no_pinned_prompt() -> Non
     assert applied([starting], fleet) == ["pin", "unpin", "unpin"]
 
 
-def test_prompts_of_the_base_model_stay_when_an_adapter_goes() -> None:
+def test_removing_an_adapter_keeps_prompts_of_the_base_model() -> None:
     fleet, lines = started(1)
     outcomes: list[Exception | None] = []
     for entry in (

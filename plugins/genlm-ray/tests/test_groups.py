@@ -64,7 +64,9 @@ def test_placement_group_of_a_task_is_found(cluster: Any, group: Any, how: str) 
     assert cluster.get(task.remote(how), timeout=PATIENCE) == 258
 
 
-def test_room_in_groups_only_is_said_with_the_remedy(cluster: Any, group: Any) -> None:
+def test_error_about_room_only_in_placement_groups_names_the_remedy(
+    cluster: Any, group: Any
+) -> None:
     free = FreeResources.of(cluster, RayOptions())
     assert free.only_in_groups
     assert "asks for 1 CPU; free outside of placement groups: 0 CPU, and in" in free.described()

@@ -284,7 +284,7 @@ print("works again")
 """
 
 
-def test_an_object_store_without_room_is_a_clear_error_until_there_is_room(tmp_path: Path) -> None:
+def test_full_object_store_is_a_clear_error_until_there_is_room(tmp_path: Path) -> None:
     more = (f"more{i}" for i in range(26_000))
     # Makes rows of 105 KB: Ray keeps objects below 100 KB inside messages.
     write_tokenizer(tmp_path, *more)

@@ -58,7 +58,7 @@ def test_none_is_the_default() -> None:
     assert RayOptions.checked({"backend_opts": None, "resources": None}) == RayOptions()
 
 
-def test_a_backend_that_is_not_installed_is_said_at_once() -> None:
+def test_missing_inner_backend_is_reported_at_once() -> None:
     with pytest.raises(BackendNotFoundError, match=r"moc.*did you mean 'mock'"):
         load_model_by_name("mock", "ray", {"backend": "moc"})
 
@@ -70,7 +70,7 @@ def test_resources_that_the_cluster_lacks_are_named(fleet: Any) -> None:
         fleet(resources={"num_gpus": 64}, start_timeout=0.5)
 
 
-def test_folders_are_found_from_where_the_program_is(
+def test_folders_are_relative_to_the_program(
     fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Paths are not relative to where the cluster was started."""
@@ -107,7 +107,7 @@ def test_an_address_without_a_cluster_is_a_clear_error_at_once(
         load_model_by_name("mock", "ray", {"backend": "mock", "address": address})
 
 
-def test_a_fleet_is_ended_in_a_cluster_that_is_there(outside: None) -> None:
+def test_fleet_is_ended_in_an_existing_cluster(outside: None) -> None:
     with pytest.raises(InvalidOptionError, match="must be that of a running cluster; got None"):
         end_fleet("big")
 

@@ -83,7 +83,7 @@ class Counted:
                       "'builtins')).get('_loads', 0) + 1)",), None  # fmt: skip
 
 
-def test_a_function_goes_to_each_replica_once(fleet: Fleet) -> None:
+def test_function_is_sent_to_each_replica_once(fleet: Fleet) -> None:
     lm, marker = fleet(), Counted()
 
     @here
@@ -207,7 +207,9 @@ def test_a_function_that_does_not_return_fails_its_callers_alone(fleet: Fleet) -
     assert [handle._actor_id for handle in lm.underlying_model] != before
 
 
-def test_masks_and_adapters_go_along(fleet: Fleet, tiny: str, lora_folders: dict[str, str]) -> None:
+def test_masks_and_adapters_are_sent_with_functions(
+    fleet: Fleet, tiny: str, lora_folders: dict[str, str]
+) -> None:
     pytest.importorskip("transformers", reason="a real model needs transformers")
     lm = fleet(tiny, "hf")
     among = draw_among(ALLOWED)

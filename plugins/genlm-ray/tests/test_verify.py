@@ -12,7 +12,7 @@ from genlm.ray.engine import _verifying
 from genlm.ray.options import RayOptions
 
 
-def test_a_replica_is_told_to_verify_unless_its_own_options_say_otherwise():
+def test_replica_verifies_unless_its_own_options_decide():
     assert _verifying(RayOptions(backend="hf"), True).backend_opts == {"verify": True}
     own = RayOptions(backend="hf", backend_opts={"verify": False})
     assert _verifying(own, True).backend_opts == {"verify": False}

@@ -73,7 +73,7 @@ def expected(folders, reference, contexts):
     return {path: reference(contexts(6, 10, 30), path) for path in (None, *folders.values())}
 
 
-def test_one_batch_of_several_adapters(hooks, expected, adapters, contexts):
+def test_batch_of_several_adapters_has_right_rows(hooks, expected, adapters, contexts):
     chosen = [None, *adapters] * 2  # more kinds than max_loras_per_batch
     asked = [
         Query(context, adapter)

@@ -31,7 +31,7 @@ def test_padding_has_no_mass_in_rows_draws_and_scores(padded, contexts, referenc
     padded.check_frequencies(Query(context), temperature=2.0)
 
 
-def test_draws_beside_rows(padded, contexts):
+def test_samples_beside_rows_have_no_padding(padded, contexts):
     """SGLang's sampler overwrites the logits of these rows."""
     (context,) = contexts(1, 10, 10)
     draws = [SampleRequest(Query(context), SamplingParams(max_tokens=200)) for _ in range(4)]

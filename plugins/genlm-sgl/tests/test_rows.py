@@ -27,7 +27,7 @@ def test_error_without_lora_says_how_to_load_it(hooks):
         loaded.require("genlm_add_lora", "LoRA")
 
 
-def test_more_than_the_pool_holds(hooks, contexts, reference):
+def test_requests_beyond_the_pool_wait(hooks, contexts, reference):
     asked = contexts(100, 80, 119)
     assert sum(map(len, asked)) > 2 * hooks.scheduler.pool_tokens
     for _ in range(2):

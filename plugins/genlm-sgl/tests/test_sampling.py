@@ -50,7 +50,7 @@ def assert_most_likely(hooks, query, drawn):
         assert row[token] >= row.max() - 1e-4
 
 
-def test_draws_of_several_adapters_in_one_batch(hooks, contexts, folders):
+def test_samples_of_several_adapters_share_a_batch(hooks, contexts, folders):
     adapters = [Adapter(path, path, version) for version, path in enumerate(folders, start=1)]
     for adapter in adapters:
         hooks.genlm_add_lora(adapter, hooks.genlm_read_lora(adapter))
@@ -64,7 +64,7 @@ def test_draws_of_several_adapters_in_one_batch(hooks, contexts, folders):
         hooks.genlm_remove_lora(adapter)
 
 
-def test_draws_of_several_kinds_in_one_batch(hooks, contexts):
+def test_samples_of_several_kinds_share_a_batch(hooks, contexts):
     (context,) = contexts(1, 20, 20)
     best = int(ask(hooks, context).argmax())
     kinds = [
@@ -79,12 +79,12 @@ def test_draws_of_several_kinds_in_one_batch(hooks, contexts):
 @pytest.mark.parametrize(
     "cut", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.5, "temperature": 0.5}]
 )
-def test_frequencies_are_those_of_the_row(hooks, contexts, cut):
+def test_sample_frequencies_match_the_row(hooks, contexts, cut):
     torch.manual_seed(0)
     hooks.check_frequencies(Query(*contexts(1, 10, 10)), **cut)
 
 
-def test_stop_tokens_end_the_draw_and_are_not_in_it(hooks, contexts):
+def test_stop_tokens_end_a_sample_and_are_left_out(hooks, contexts):
     asked = contexts(40, 3, 20)
     stops = frozenset({END, *range(64)})
     drawn = draw(hooks, asked, max_tokens=12, stop_token_ids=stops)
@@ -99,13 +99,13 @@ def test_stop_token_at_the_token_limit_is_left_out(hooks, contexts):
     assert draw(hooks, asked, max_tokens=1, temperature=0.0, stop_token_ids=stops) == [[]] * 8
 
 
-def test_more_draws_than_the_pool_holds(hooks, contexts):
+def test_samples_beyond_the_pool_are_resumed(hooks, contexts):
     asked = contexts(40, 60, 80)
     drawn = draw(hooks, asked, max_tokens=60)
     assert [len(ids) for ids in drawn] == [60] * 40
 
 
-def test_a_draw_that_cannot_fit_says_so(hooks, contexts, monkeypatch):
+def test_sample_too_long_for_the_pool_is_an_error(hooks, contexts, monkeypatch):
     (pinned,), (context,) = contexts(1, 400, 400), contexts(1, 100, 100, seed=1)
     hooks.genlm_cache_prefix(Query(pinned))
     with pytest.raises(

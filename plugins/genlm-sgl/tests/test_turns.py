@@ -18,7 +18,7 @@ def hooks(load_tiny, tiny_without_padding):
 
 
 @pytest.mark.parametrize("length", [20, 50])
-def test_a_draw_goes_on_while_new_requests_come_with_every_step(hooks, contexts, length):
+def test_sample_advances_while_new_requests_keep_coming(hooks, contexts, length):
     """By itself, SGLang computes prompts for as long as some come, or one is half computed."""
     hooks.genlm_clear_kv_cache()
     drawn, *new_requests = contexts(17, length, length)

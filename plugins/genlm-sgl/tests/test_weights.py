@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("how", FORMATS)
-def test_weights_that_a_class_leaves_out_are_seen_by_every_loader(how: str, folder: str) -> None:
+def test_every_loader_reports_ignored_weights(how: str, folder: str) -> None:
     said = r"has model\.layers\.0\.mlp\.\w+_proj\.bias \(3 .*out of llama; .*backend='hf'"
     with pytest.raises(EngineError, match=said):
         load(folder, {"engine_opts": SMALL | FORMATS[how]})

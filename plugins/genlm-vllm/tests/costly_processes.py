@@ -133,7 +133,7 @@ def shared_memory() -> list[str]:
     return [file.path for file in psutil.Process().memory_maps() if "genlm-rows" in file.path]
 
 
-def test_sessions_go_where_a_core_of_its_own_stands_still(tiny_path, monkeypatch):
+def test_sessions_are_released_if_a_separate_core_stands_still(tiny_path, monkeypatch):
     """The engine's process sends no messages then, so the steps are those of waiting for it."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     less_than_they_take = lambda groups, block_size: lambda length: 1  # noqa: E731
@@ -148,7 +148,7 @@ def test_sessions_go_where_a_core_of_its_own_stands_still(tiny_path, monkeypatch
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_rows_with_and_without_an_adapter_in_one_batch(
+def test_batch_with_and_without_an_adapter_has_right_rows(
     tiny_path, write_adapter, monkeypatch, workers
 ):
     """vLLM's mistake on a CPU is made in the workers."""

@@ -60,7 +60,7 @@ def _interpreted():
         yield
 
 
-def test_it_is_the_v2_runner(engine):
+def test_model_runner_is_v2(engine):
     assert "vllm.v1.worker.gpu.sample.sampler" in sys.modules
 
 
@@ -77,7 +77,7 @@ def drawn_after_seeding_numpy(engine):
     return drawn
 
 
-def test_unseeded_draws_do_not_follow_numpy_and_leave_it_alone(engine):
+def test_unseeded_samples_neither_use_nor_change_numpys_generator(engine):
     """The runner takes a seed for each request without one from NumPy's global generator."""
     assert drawn_after_seeding_numpy(engine) != drawn_after_seeding_numpy(engine)
 

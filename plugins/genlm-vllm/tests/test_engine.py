@@ -264,7 +264,7 @@ def test_core_draws_samples_that_vllm_would_draw_wrongly(engine, params):
 
 
 @pytest.mark.parametrize("cut", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.5}])
-def test_draws_come_at_the_frequencies_of_the_row(engine, cut):
+def test_sample_frequencies_match_the_row(engine, cut):
     engine.check_frequencies(Query(text(0, 10)), **cut)
 
 
@@ -293,7 +293,7 @@ def test_padding_has_no_mass_in_rows_and_scores(padded):
         assert float(score) == pytest.approx(float(row[token_id]), abs=ATOL)
 
 
-def test_a_closed_model_with_padding_goes_at_once(small_path):
+def test_closed_model_with_padding_is_freed_at_once(small_path):
     """Also without a search for garbage, which may be long in coming."""
     engine = DrivenVllm(load(small_path, {"engine_opts": SMALL}), width=900)
     engine.ask(Query(text(0, 5)))

@@ -61,9 +61,7 @@ def copied(folder, to, **more):
 
 
 @pytest.mark.parametrize("how", FORMATS)
-def test_weights_that_a_class_leaves_out_are_seen_by_every_loader(
-    how, make_tiny, load_briefly, tmp_path, streamed
-):
+def test_every_loader_reports_ignored_weights(how, make_tiny, load_briefly, tmp_path, streamed):
     """Also large ones, which are not kept until the end."""
     folder = make_tiny("Cohere", head_dim=32, tie_word_embeddings=False, vocab_size=4096)
     head = load_file(Path(folder, "model.safetensors"))["lm_head.weight"]
