@@ -64,7 +64,7 @@ def test_a_configuration_that_is_no_json_object(tmp_path, held):
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "spiece.model", "vocab.json", "model.gguf"])
-def test_a_folder_without_a_tokenizer(tmp_path, file):
+def test_folder_without_a_tokenizer_is_rejected(tmp_path, file):
     (tmp_path / "config.json").touch()
     with pytest.raises(ModelNotFoundError, match=r"holds no tokenizer \(.*copy its files there$"):
         require_tokenizer(tmp_path, "")

@@ -261,7 +261,7 @@ def test_step_may_return_a_single_answer_without_a_list():
         assert torch.equal(lm.next_token_logprobs_sync([1]), row_of(1))
 
 
-def test_an_engine_that_names_queries_alone_draws_while_nothing_is_in_flight():
+def test_engine_naming_only_queries_draws_while_nothing_is_in_flight():
     asked = []
 
     class RowsOnly(ContinuousMockEngine):

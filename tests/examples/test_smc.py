@@ -27,7 +27,7 @@ def program(example: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def allowed(lm: AsyncLM) -> torch.Tensor:
-    """So few that weights differ much, and nearly every run resamples."""
+    """Five tokens. With so few, the weights differ much, and nearly every run resamples."""
     return torch.tensor([*range(0, 256, 64), lm.tokenizer.eos_token_id])
 
 

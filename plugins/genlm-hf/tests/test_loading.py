@@ -283,7 +283,7 @@ def test_missing_weights_are_rejected(tiny: str, tmp_path: Path, file: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_folder_without_a_tokenizer(tmp_path: Path, kind: str) -> None:
+def test_folder_without_a_tokenizer_is_rejected(tmp_path: Path, kind: str) -> None:
     """For a GPT-2 folder, transformers makes up a tokenizer with a single special token."""
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2} if kind == "gpt2" else SHAPE
     config = AutoConfig.for_model(kind, **{**sizes, "vocab_size": TOKENS})

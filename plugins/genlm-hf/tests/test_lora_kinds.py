@@ -29,7 +29,7 @@ from .shapes import QWEN3_NEXT, SHAPE
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_kind(tiny: str, tmp_path: Path, kind: Kind) -> None:
+def test_lora_kind_has_the_outcome_of_the_table(tiny: str, tmp_path: Path, kind: Kind) -> None:
     case = make_case(kind, tiny, tmp_path)
     forwards: list[int] = []
     with AsyncTransformer.from_name(tiny, cache_size=0) as lm:

@@ -54,7 +54,7 @@ def test_names_without_tensors_are_not_given_to_peft(tiny: str, tmp_path: Path) 
 
 
 def test_parameter_ranks_come_from_the_file(tiny: str, tmp_path: Path) -> None:
-    """PEFT would allocate by the configuration's, and only then compare."""
+    """PEFT would allocate by the ranks of the configuration, and would compare shapes only then."""
     config = Qwen3MoeConfig(**QWEN3_NEXT)
     model = str(tmp_path / "model")
     AutoTokenizer.from_pretrained(tiny).save_pretrained(model)

@@ -34,7 +34,7 @@ def lm(tiny, cases, others):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_kind(lm, cases, kind):
+def test_lora_kind_has_the_outcome_of_the_table(lm, cases, kind):
     found = outcome(lm, cases[kind.name], 1e-4)
     assert found == tabled(kind, "sgl", found)
 

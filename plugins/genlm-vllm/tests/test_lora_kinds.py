@@ -22,7 +22,7 @@ def lm(tiny_path):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_kind(lm, tiny_path, tmp_path, kind):
+def test_lora_kind_has_the_outcome_of_the_table(lm, tiny_path, tmp_path, kind):
     found = outcome(lm, make_case(kind, tiny_path, tmp_path), 5e-4)
     assert found == tabled(kind, "vllm", found)
 

@@ -63,7 +63,7 @@ class Line:
                 self.made = not ray.get_actor(name, namespace=NAMESPACE)
             actor = ACTOR.options(max_concurrency=CONCURRENCY, **self.options)
             self.actors[self.index] = actor.remote()
-        except ValueError as error:  # such as one and a half GPUs
+        except ValueError as error:  # for example, num_gpus=1.5
             self.failure = InvalidOptionError(
                 f"Ray rejects the resources or the name of a replica, {self.options}: {error}"
             )
