@@ -82,10 +82,10 @@ class EverySoundLoad:
                         compared, subject, type(self).__dict__["load"], dtype
                     ).result()
             except EngineError as error:
-                table[family, dtype] = f"refused: {' '.join(str(error).split()):.120}"
+                table[family, dtype] = f"refused: {' '.join(str(error).split()):.300}"
                 continue
             except Unanswered as error:  # transformers cannot compute so small a model
-                table[family, dtype] = f"no reference: {' '.join(str(error).split()):.120}"
+                table[family, dtype] = f"no reference: {' '.join(str(error).split()):.300}"
                 continue
             worst = max(report.compared, key=lambda one: one.apart / one.allowed)
             table[family, dtype] = f"served: {worst.apart:.1e} of {worst.allowed:.1e}"

@@ -4,6 +4,7 @@ or the model is rejected by name."""
 from __future__ import annotations
 
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,12 @@ def test_other_weights_for_a_loaded_model_are_explained(make_tiny, load_briefly)
     weights = load_file(Path(folder, "model.safetensors"))
     with pytest.raises(UnsupportedError, match=r"packed the weights .*to a folder and"):
         engine.model.load_weights(weights.items())
+
+
+def test_a_model_is_loaded_beside_numba(make_tiny, load_briefly):
+    import_module("llvmlite.binding")  # numba does
+
+    assert len(load_briefly(make_tiny("Llama")).ask(Query((1, 2, 3)))) == 1
 
 
 def test_states_of_mamba_are_not_kept_between_blocks_on_a_cpu(make_tiny):

@@ -80,6 +80,9 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     _heed_float32(chosen.engine_opts)
     import vllm
 
+    if on_a_cpu():
+        _let_llvmlite_be_searched()
+
     stream = EngineStream()
     with stream.entered(), engine_core_here() as here, process_groups():
         if here:
@@ -133,6 +136,21 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
         context=engine.max_context,
     )
     return engine
+
+
+def _let_llvmlite_be_searched() -> None:
+    """Give llvmlite's library an empty ``__dict__``.
+
+    On a CPU, vLLM looks for Triton kernels in the ``__dict__`` of all values of all modules. The
+    library returns a function for any name. So each load would fail once numba is imported, by the
+    program or by a model's class.
+    """
+    try:
+        from llvmlite.binding.ffi import lib
+
+        lib._fntab.setdefault("__dict__", {})
+    except (ImportError, AttributeError):
+        pass  # it is not installed, or wraps its library otherwise
 
 
 def _require_whole(load: Load | None, model: str, settings: Any, given: Mapping[str, Any]) -> None:
