@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import MambaConfig, PretrainedConfig, PreTrainedModel
+from transformers import BertConfig, BertLMHeadModel, MambaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from genlm.core import EngineError, InvalidOptionError
@@ -194,3 +194,13 @@ def test_name_in_place_of_a_model_names_the_loading_function() -> None:
             AsyncTransformer(*given)
     with pytest.raises(InvalidOptionError, match="needs a tokenizer"):
         AsyncTransformer(OwnModel(OwnConfig()))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_masked_language_model_is_rejected_however_small_it_is(layers: int) -> None:
+    """In one layer, the last row of a context is that of a causal model."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    model = BertLMHeadModel(BertConfig(vocab_size=258, num_hidden_layers=layers, **shape)).eval()
+    with pytest.raises(EngineError, match="BertLMHeadModel depend on what comes after them"):
+        AsyncTransformer(model, ByteTokenizer())

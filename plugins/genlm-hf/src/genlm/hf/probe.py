@@ -107,6 +107,10 @@ def choose_reuse(
     limit = reuse_limit(model.config.get_text_config(decoder=True))
     copies = ScaledCopies(model, limit)
     reasons: dict[str, str] = {}
+    if (limit is None or len(contexts[-1]) <= limit) and _sees_later(
+        runner, contexts, expected, tolerance
+    ):
+        raise _not_causal(model)
     for reuse in ReuseMode:
         try:
             if reuse in OVER_SLOTS:
@@ -139,11 +143,28 @@ def choose_reuse(
             model.set_attn_implementation(original)
         runner.pool.forget_layers()
     logger.info("kv.no_reuse_mode", rejected=reasons)
-    raise EngineError(
+    raise _not_causal(model)
+
+
+def _not_causal(model: Any) -> EngineError:
+    return EngineError(
         f"the rows of this {type(model).__name__} depend on what comes after them, tokens or "
         "padding, as those of a masked language model do; load a causal language model, and set "
         "forward hooks that change the last position after AsyncTransformer is made"
     )
+
+
+def _sees_later(
+    runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor, tolerance: float
+) -> bool:
+    """Whether the row of the short context is another one where tokens follow. The reuse modes
+    cannot tell of a masked language model of one layer: the last of its rows are right in all of
+    them, and the others are not."""
+    short, long = contexts
+    longer = [*short, *long[len(short) :]]
+    row = _logprobs([runner.plain([longer], [None], [[len(short) - 1]])])
+    distance = apart(row, expected[:1])
+    return distance > tolerance and distance > _rounding(runner, contexts, expected)
 
 
 def plain_rows(runner: Runner, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
