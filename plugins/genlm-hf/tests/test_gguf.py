@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoModelForCausalLM,
@@ -174,6 +175,7 @@ def write(
     architecture: str,
     said: Mapping[str, Any],
     tensors: Mapping[str, Any] | None = None,
+    pattern: str = "gpt-2",
 ) -> None:
     """Write a model as llama.cpp's converter does."""
     config = model.config
@@ -197,7 +199,7 @@ def write(
     for key, value in said.items():
         getattr(writer, f"add_{kinds[type(value)]}")(f"{architecture}.{key}", value)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(pattern)
     writer.add_token_list(TOKENS)
     writer.add_token_types([1] * (len(TOKENS) - 1) + [3])
     writer.add_token_merges(["a b"])
@@ -284,3 +286,17 @@ def test_unsupported_gguf_setting_is_rejected_by_name(tmp_path: Path) -> None:
         write(file, model, "llama", said, tensors)
         with pytest.raises(EngineError, match=f"{named}.*own folder"):
             AsyncTransformer.from_name(str(file))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "known"), [("llama-bpe", True), ("gpt-2", True), ("deepseek-llm", False)]
+)
+def test_a_pattern_that_transformers_does_not_know_is_logged(
+    pattern: str, known: bool, tmp_path: Path
+) -> None:
+    model = build(LlamaConfig(**SIZES))
+    write(tmp_path / "model.gguf", model, "llama", {}, pattern=pattern)
+    with capture_logs() as events, AsyncTransformer.from_name(str(tmp_path)) as lm:
+        lm.encode("2023")
+    said = [event for event in events if event["event"] == "tokenizer.pattern_unknown"]
+    assert [event["pattern"] for event in said] == [pattern] * (not known)

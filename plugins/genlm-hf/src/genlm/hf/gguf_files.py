@@ -6,6 +6,7 @@ such as rotary scaling. The model would then be another one.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,6 +61,13 @@ UNCHANGED_ARCHITECTURES = ("gpt-oss", "lfm2", "qwen35", "qwen35moe", "t5", "t5en
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 FREQUENCIES = "rope_freqs.weight"
 
+#: llama.cpp's names of GPT-2's pattern, by which transformers splits texts if it does not know a
+#: name. ``default`` says that the file's author did not know the pattern.
+GPT2_PATTERNS = (
+    "default", "gpt-2", "granite-docling", "jais", "modern-bert", "mpt", "olmo", "phi-2",
+    "trillion",
+)  # fmt: skip
+
 #: The remedy in error messages.
 REMEDY = "load the model's own folder (config.json and safetensors)"
 
@@ -84,9 +92,27 @@ class GGUFFile:
             if key.startswith(start):
                 values = read_field(reader, key)
                 self._settings[key.removeprefix(start)] = values[0] if len(values) == 1 else values
+        named = [read_field(reader, f"tokenizer.ggml.{key}") for key in ("model", "pre")]
+        (self._tokenizer, self._pattern) = (next(iter(values), None) for values in named)
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         # Factors for the rotary embedding of the loaded model, if no setting can express them.
         self._factors: torch.Tensor | None = None
+
+    def warn_of_pattern(self) -> None:
+        """Log the file's pattern for splitting texts, if transformers splits by another one."""
+        known: Mapping[str, str] = {}
+        with contextlib.suppress(ImportError):  # another version may have it elsewhere
+            from transformers.integrations.gguf import gguf_tokenizer_mapping
+
+            known = gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS
+        if self._tokenizer == "gpt2" and self._pattern not in (None, *GPT2_PATTERNS, *known):
+            logger.warning(
+                "tokenizer.pattern_unknown",
+                file=str(self._path),
+                pattern=self._pattern,
+                why="transformers splits texts by GPT-2's pattern instead; give the model's own "
+                "tokenizer: hf_opts={'tokenizer': folder}",
+            )
 
     def complete(self, config: Any) -> None:
         """Complete a configuration with the file's settings.

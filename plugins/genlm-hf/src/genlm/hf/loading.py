@@ -78,6 +78,8 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     tokenizer = _load_tokenizer(str(tokenizer_name or name), {} if tokenizer_name else source)
     device = _place(arguments, options)
     file = _gguf_file(name, source)
+    if file is not None and tokenizer_name is None:
+        file.warn_of_pattern()
     if file is not None and "config" not in arguments:
         arguments["config"] = AutoConfig.from_pretrained(name, **source)
         file.complete(arguments["config"])
