@@ -13,8 +13,9 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import gpt_oss
 from structlog.testing import capture_logs
 
-from genlm.core import Query
+from genlm.core import EngineError, Query
 from genlm.kit.kv import Blank, Command
+from genlm.mlx import AsyncMlxLM
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.blocks import Blocks
 from genlm.mlx.engine import MAX_TOKENS_SCORED_TOGETHER, ROWS
@@ -456,3 +457,22 @@ def test_nan_of_a_longer_context_reaches_no_other_row_or_score(
     torch.testing.assert_close(scores[0], alone[0][[4]], atol=1e-4, rtol=0)
     right = torch.stack([alone[1][1], alone[2][2]])
     torch.testing.assert_close(scores[2], right, atol=1e-4, rtol=0)
+
+
+def test_a_nan_row_or_score_is_an_error_however_many_rows_were_right_before(
+    folders: Folders,
+) -> None:
+    with AsyncMlxLM.from_name(str(folders("llama"))) as lm:
+        for token in range(8):
+            lm.next_token_logprobs_sync([token])
+        embedding = lm.underlying_model.model.embed_tokens
+        embedding.weight = embedding.weight.at[99].add(mx.array(float("nan")))
+        mx.eval(embedding.weight)  # in this thread, where it was made
+        for ask in (
+            lambda: lm.next_token_logprobs_sync([5, 99]),
+            lambda: lm.sequence_logprobs_sync([5], [99, 3]),
+            lambda: lm.sample_sync([5, 99], 2),
+        ):
+            with pytest.raises(EngineError, match=r"row is NaN in float32 .* among its weights"):
+                ask()
+        assert lm.next_token_logprobs_sync([5, 6]).exp().sum() == pytest.approx(1.0)

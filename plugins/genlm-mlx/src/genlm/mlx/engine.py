@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import mlx.core as mx
-from genlm.core import Adapter, Answer, Query, hookimpl
+from genlm.core import Adapter, Answer, EngineError, Query, hookimpl
 from genlm.kit.adapter_files import AdapterFolder
 from genlm.kit.kv.scored import ScoredRows, scored_sequences
 from genlm.kit.memory import lower
@@ -96,7 +96,20 @@ class MlxEngine:
         asked = now if oldest is None else [*dict.fromkeys([*now, oldest])]
         rows = self.logprobs(asked)[: len(now)] if asked else torch.empty(0)
         self._waiting, self._chunked = list(chunks), oldest
-        return [Answer(query, row) for query, row in zip(now, rows, strict=True)]
+        # One value is enough: if a row has a NaN, all of it is NaN.
+        broken = rows[:, 0].isnan().tolist() if now else []
+        return [
+            Answer(query, self._nan_error(query) if nan else row)
+            for query, row, nan in zip(now, rows, broken, strict=True)
+        ]
+
+    def _nan_error(self, query: Query) -> EngineError:
+        """The error for a request whose row or score is NaN, so that none passes as a result."""
+        wider = "mlx_lm.convert --dtype bfloat16 writes a model of a wider range, or "
+        return EngineError(
+            f"the model's row is NaN in {self.dtype} for {query}; "
+            f"{wider if self.dtype == 'float16' else ''}look for NaN among its weights"
+        )
 
     def _chunk(self, query: Query) -> Query | None:
         """The first part of a query to compute; ``None`` if all of it fits into a chunk.
@@ -132,7 +145,7 @@ class MlxEngine:
     @LOWER
     def genlm_sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]], width: int
-    ) -> Sequence[torch.Tensor]:
+    ) -> Sequence[torch.Tensor | EngineError]:
         scores: dict[int, torch.Tensor] = {}
         if self.store is not None:
             short = [
@@ -142,9 +155,13 @@ class MlxEngine:
             scores = dict(zip(short, _scored(self.store, *some, width), strict=True))
             if len(short) > 1:  # NaN scores are computed again alone, as rows are
                 scores = {at: one for at, one in scores.items() if not one.isnan().any()}
-        return [
+        found = [
             scores[at] if at in scores else self._score(query, tuple(continuations[at]), width)
             for at, query in enumerate(queries)
+        ]
+        return [
+            self._nan_error(query) if one.isnan().any() else one
+            for query, one in zip(queries, found, strict=True)
         ]
 
     def _score(self, query: Query, continuation: tuple[int, ...], width: int) -> torch.Tensor:
