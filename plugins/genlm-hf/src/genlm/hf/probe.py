@@ -107,9 +107,10 @@ def choose_reuse(
     limit = reuse_limit(model.config.get_text_config(decoder=True))
     copies = ScaledCopies(model, limit)
     reasons: dict[str, str] = {}
-    if (limit is None or len(contexts[-1]) <= limit) and _sees_later(
-        runner, contexts, expected, tolerance
-    ):
+    # Only where an attention says that it is not causal: the look costs a forward.
+    doubtful = any(getattr(one, "is_causal", None) is False for one in model.modules())
+    short_enough = limit is None or len(contexts[-1]) <= limit
+    if doubtful and short_enough and _sees_later(runner, contexts, expected, tolerance):
         raise _not_causal(model)
     for reuse in ReuseMode:
         try:
