@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,11 +63,43 @@ def test_last_of_many_rows_stored_at_once_are_kept(limits):
     assert (len(cache), cache.nbytes) == (3, 48)
 
 
-def test_the_ids_of_long_contexts_are_bytes_too():
-    cache = OutputCache(maxsize=None, max_bytes=2 * (16 + 50 * 1000))
+def test_the_ids_of_long_contexts_and_objects_are_bytes_too():
+    each = 16 + 1100 + 50 * 1000
+    cache = OutputCache(maxsize=None, max_bytes=2 * each)
     for i in range(3):
         cache.put([(Query((i,) * 1000), row(float(i)))], cache.generation)
-    assert (len(cache), cache.nbytes) == (2, 2 * (16 + 50 * 1000))
+    assert (len(cache), cache.nbytes) == (2, 2 * each)
+
+
+def test_memory_of_short_rows_is_within_the_counted_bytes():
+    """In a process of its own, whose memory no other test has left free."""
+    program = """
+import gc, os
+import torch
+from genlm.core.cache import OutputCache
+from genlm.core.types import Query
+
+def resident():
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+def fill(cache, count, width):
+    for at in range(count):
+        ids = tuple(int(one) for one in f"{1000 * at:08}")
+        cache.put([(Query(ids), torch.zeros(width))], cache.generation)
+
+fill(OutputCache(None, max_bytes=None), 100, 258)
+cache, before = OutputCache(None, max_bytes=None), resident()
+fill(cache, 20_000, 258)
+print((resident() - before) / cache.nbytes)
+"""
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("/proc/self/statm, which has the memory of a process on Linux, is missing")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert 0.6 < float(done.stdout) < 1.1, done.stdout
 
 
 def test_memory_of_long_contexts_is_within_the_counted_bytes():

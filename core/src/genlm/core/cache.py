@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 #: objects belong to the program, or if contexts share blocks.
 ID_BYTES = 50
 
+#: The bytes that the objects of a row and of its query take besides, measured: in a small
+#: vocabulary they are as many as the row's own.
+ENTRY_BYTES = 1100
+
 
 class OutputCache:
     """Rows by key, bounded by number and by bytes. Safe to use from any thread.
@@ -30,8 +34,8 @@ class OutputCache:
     Args:
         maxsize: The most rows kept; 0 keeps none, ``None`` means no limit.
         move_to_cpu: Keep rows in main memory; they come back on the device they were computed on.
-        max_bytes: The most bytes kept, of rows and of their contexts' ids (up to 50 bytes each);
-            ``None`` means no limit.
+        max_bytes: The most bytes kept, of rows, their objects (1,100 bytes a row) and the ids of
+            their contexts (up to 50 bytes each); ``None`` means no limit.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class OutputCache:
         self.hits = 0
         # For each key: the row, the device that it came from, and its bytes.
         self._rows: OrderedDict[Hashable, tuple[torch.Tensor, torch.device, int]] = OrderedDict()
-        #: The bytes that the rows and the ids of their contexts take.
+        #: The bytes that the rows, their objects and the ids of their contexts take.
         self.nbytes = 0
         #: Replaced whenever rows are dropped on purpose. A row computed under an older generation
         #: must not be kept.
@@ -92,7 +96,9 @@ class OutputCache:
         kept: list[tuple[Hashable, torch.Tensor, int]] = []
         room = most
         for key, row in reversed([*rows]):  # from the last one, because the last rows would stay
-            nbytes = row.nbytes + (ID_BYTES * key.context.length if isinstance(key, Query) else 0)
+            nbytes = row.nbytes
+            if isinstance(key, Query):
+                nbytes += ENTRY_BYTES + ID_BYTES * key.context.length
             if nbytes > most:
                 continue
             room -= nbytes
