@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch.nn.modules import module as of_torch
@@ -14,7 +15,8 @@ class ForwardHooks:
 
     Args:
         modules: All modules of the model, the model itself first.
-        is_ours: Whether a hook is the plugin's own.
+        is_ours: A method that says whether a hook is the plugin's own. It is referred to weakly,
+            because its object keeps this one: a cycle would keep a closed model alive.
 
     Attributes:
         inside: PyTorch's numbers, which are never reused, of the hooks that the user has set inside
@@ -24,7 +26,7 @@ class ForwardHooks:
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module], is_ours: Callable[[Any], bool]) -> None:
-        self._is_ours = is_ours
+        self._is_ours = WeakMethod(is_ours)
         # The tables of hooks are listed once, because they are walked over before each step.
         model, *others = modules
         self._inside = [
@@ -47,8 +49,9 @@ class ForwardHooks:
         return [(at, hook) for at, hooks in self._inside for hook in hooks.values()]
 
     def _foreign(self, tables: Sequence[dict[int, Any]]) -> list[int]:
+        is_ours: Any = self._is_ours()
         some = filter(None, tables)
-        return [at for hooks in some for at, hook in hooks.items() if not self._is_ours(hook)]
+        return [at for hooks in some for at, hook in hooks.items() if not is_ours(hook)]
 
 
 def _hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
