@@ -60,26 +60,26 @@ def same_blocks(one: Block | None, other: Block | None) -> bool:
 
 
 class Context(Sequence[int]):
-    """Checked token ids, immutable, for every method that takes a context. Made by
+    """Immutable, checked token ids, which every method that takes a context accepts. Make one with
     :meth:`AsyncLM.context`.
 
-    A list of token ids is compared, or checked and hashed, as a whole for every request. A context
-    has been checked already. An extension of it shares its ids, and checks and hashes only the new
-    tokens, so extending costs the same at any length. A context knows its parent only by length and
-    hash, so it does not keep the parent in memory.
+    A list of token ids is checked and hashed as a whole for every request. A context is checked and
+    hashed once. Its extension shares its ids, and checks and hashes only the new tokens, so
+    extending costs the same at any length. An extension records only the length and hash of the
+    context that it extends, so it does not keep that context in memory.
 
     Args:
-        tail: The ids that follow the blocks; all ids without blocks.
+        tail: The ids after the blocks; without blocks, all ids.
         vocab_size: See the attribute.
         blocks: The leading ids, as blocks that are shared with another context.
 
     Attributes:
         length: How many ids there are.
-        vocab_size: The ids are in ``range(vocab_size)``; 0 is not known: then the context cannot be
-            extended, and is checked where it is asked for.
+        vocab_size: All ids are in ``range(vocab_size)``. 0 means that it is not known: the context
+            then cannot be extended, and each request checks it.
         hash_value: The hash of the ids.
-        grown: How many tokens it has more than the context that it extends; 0 if that is not known.
-        parent_hash: The hash of that context.
+        grown: The number of tokens by which it extends another context; 0 if none is known.
+        parent_hash: The hash of the context that it extends.
     """
 
     __slots__ = (
@@ -108,25 +108,32 @@ class Context(Sequence[int]):
     def extend(self, *token_ids: int) -> Context:
         """This context followed by at least one token.
 
+        Args:
+            *token_ids: The tokens.
+
         Raises:
-            InvalidQueryError: one is not a token id of the model.
+            InvalidQueryError: there is no token, or one is not a token id of the model.
         """
         return self.followed_by(token_ids_of("extension", token_ids, self.vocab_size))
 
     def followed_by(self, token_ids: TokenIds) -> Context:
-        """This context followed by tokens that have been checked."""
+        """This context followed by tokens that the caller has checked."""
         longer = Context(self._tail + token_ids, self.vocab_size, self._blocks)
         longer.grown, longer.parent_hash = len(token_ids), self.hash_value
         return longer
 
     def first(self, length: int) -> Context:
-        """The context of the first tokens, which shares their ids. ``length`` counts as in a slice:
-        a negative number leaves out the last tokens."""
+        """The context of the first ``length`` tokens, which shares their ids.
+
+        Args:
+            length: Counts as in a slice: a negative number leaves out the last tokens.
+        """
         blocks, tail = self._cut(len(range(len(self))[:length]))
         return Context(tail, self.vocab_size, blocks)
 
     def hash_without_last(self) -> int:
-        """The hash of the context without its last token, which it may extend."""
+        """The hash of the context without its last token. It finds the context that this one may
+        extend."""
         if self.grown == 1:
             return self.parent_hash
         if not self._tail:
@@ -136,7 +143,7 @@ class Context(Sequence[int]):
 
     def starts_with(self, other: Context) -> bool:
         """Whether another context is a prefix of this one. If this context was made by extending
-        the other, the answer takes no longer for long contexts."""
+        the other, the cost does not depend on the length."""
         if self._blocks is other._blocks:  # as where one extends the other by a few
             return self._tail[: len(other._tail)] == other._tail
         blocks, tail = self._cut(len(other))
@@ -154,7 +161,7 @@ class Context(Sequence[int]):
         return True
 
     def since(self, start: int) -> TokenIds:
-        """The ids from a position on. Takes time in proportion to their number."""
+        """The ids from position ``start`` on. The cost grows with the number of ids returned."""
         if self._ids is not None:
             return self._ids[start:]
         block, parts = self._blocks, [self._tail]
@@ -168,7 +175,7 @@ class Context(Sequence[int]):
 
     def parts(self) -> tuple[TokenIds, ...]:
         """The ids in parts. A context and its extensions share all parts but the last, so a pickle
-        of several has the shared parts once."""
+        of several contexts stores the shared parts once."""
         if self._blocks is None:
             return (self._tail,)
         block: Block | None = self._blocks

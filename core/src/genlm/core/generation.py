@@ -96,17 +96,17 @@ class GenerationMixin(RowsMixin):
             prompt_token_ids: The prompt.
             max_tokens: The most tokens to draw; 0 draws none.
             eos_token_ids: Drawing one of these ends the continuation; it is not part of the result.
-                ``None`` is :attr:`eos_token_ids`, and ``[]`` none.
-            temperature: Divides the log-probabilities; 0 takes the most likely token every time.
-            seed: Fixes the result, whatever else is being asked.
+                ``None`` means :attr:`eos_token_ids`, and ``[]`` means no stop token.
+            temperature: Divides the log-probabilities; 0 takes the most likely token each time.
+            seed: Makes the result reproducible, whatever else is asked at the same time.
             lora_name: The adapter.
             top_k: Draw among the ``top_k`` most likely tokens.
             top_p: Draw among the fewest most likely tokens that have at least this share of the
                 mass that ``top_k`` leaves.
             min_p: Draw among tokens at least this fraction as likely as the most likely one.
 
-        Stop strings, penalties and beam search are for what is built on top of a model; the page
-        "What to build on top" shows how.
+        Stop strings, penalties and beam search can be built on top of a model: the page "What to
+        build on top" shows how.
 
         Examples:
             >>> import asyncio
@@ -119,8 +119,7 @@ class GenerationMixin(RowsMixin):
             (5, True)
 
         Raises:
-            InvalidOptionError: an argument is out of range, or there is none of that name (a
-                ``ValueError``).
+            InvalidOptionError: an argument is out of range or unknown (a ``ValueError``).
         """
         params = self._params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p, min_p)
         query = self._query(prompt_token_ids, lora_name, room_for=params.max_tokens)
@@ -140,10 +139,26 @@ class GenerationMixin(RowsMixin):
         top_p: float | None = None,
         min_p: float | None = None,
     ) -> list[list[int]]:
-        """Draw one continuation for each prompt. With a ``seed`` each prompt has a stream of its
-        own, by its position; the first one's is that of :meth:`sample`. The call raises the error
-        of a draw that fails; ``asyncio.gather`` of :meth:`sample` with ``return_exceptions=True``
-        keeps the others."""
+        """Draw one continuation for each prompt.
+
+        The call raises the error of a draw that fails. To keep the other draws, use
+        ``asyncio.gather`` of :meth:`sample` with ``return_exceptions=True``.
+
+        Args:
+            prompt_token_ids_list: The prompts.
+            max_tokens: The most tokens of each continuation.
+            eos_token_ids: The stop tokens, as in :meth:`sample`.
+            temperature: As in :meth:`sample`.
+            seed: With a seed, each position in the list has its own random stream; the first is
+                that of :meth:`sample`.
+            lora_name: The adapter.
+            top_k: As in :meth:`sample`.
+            top_p: As in :meth:`sample`.
+            min_p: As in :meth:`sample`.
+
+        Raises:
+            InvalidOptionError: an argument is out of range or unknown.
+        """
         params = self._params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p, min_p)
         queries = self._queries(prompt_token_ids_list, lora_name, room_for=params.max_tokens)
         own = seeded(params, len(queries))
@@ -166,9 +181,9 @@ class GenerationMixin(RowsMixin):
         Args:
             prompt_token_ids: The prompt.
             max_tokens: The most tokens to draw; 0 draws none.
-            eos_token_ids: The tokens that end it, as in :meth:`sample`.
-            **options: The keywords of :meth:`sample`. A seed gives what :meth:`sample` gives where
-                the engine does not draw itself.
+            eos_token_ids: The stop tokens, as in :meth:`sample`.
+            **options: The keywords of :meth:`sample`. With a seed, the tokens are those of
+                :meth:`sample`, unless the engine draws :meth:`sample` itself.
 
         Examples:
             >>> import asyncio
@@ -184,7 +199,7 @@ class GenerationMixin(RowsMixin):
             6
 
         Raises:
-            InvalidOptionError: an argument is out of range, or there is none of that name.
+            InvalidOptionError: an argument is out of range or unknown.
         """
         query, params = self._checked_draw(
             prompt_token_ids, max_tokens, eos_token_ids=eos_token_ids, **options
@@ -201,14 +216,16 @@ class GenerationMixin(RowsMixin):
         **options: Unpack[SamplingOptions],
     ) -> list[Particle]:
         """Draw ``n`` continuations of one prompt, each with its log-probability under the model and
-        under what it was drawn from. They are drawn from rows. Without log-probabilities,
-        ``batch_sample([prompt] * n, max_tokens)`` leaves them to engines that draw faster.
+        under the proposal that it was drawn from. They are drawn from rows. If you need no
+        log-probabilities, ``batch_sample([prompt] * n, max_tokens)`` is faster on engines that draw
+        themselves.
 
         Args:
             prompt_token_ids: The prompt.
-            n: How many; with a ``seed`` each has a stream of its own.
-            max_tokens: The most tokens of each.
-            eos_token_ids: The tokens that end one, as in :meth:`sample`.
+            n: The number of continuations, at least 1. With a ``seed`` each has its own random
+                stream.
+            max_tokens: The most tokens of each continuation.
+            eos_token_ids: The stop tokens, as in :meth:`sample`.
             **options: The keywords of :meth:`sample`.
 
         Examples:
@@ -228,7 +245,7 @@ class GenerationMixin(RowsMixin):
             True
 
         Raises:
-            InvalidOptionError: an argument is out of range, or there is none of that name.
+            InvalidOptionError: an argument is out of range or unknown.
         """
         query, params = self._checked_draw(
             prompt_token_ids, max_tokens, eos_token_ids=eos_token_ids, **options
@@ -243,8 +260,15 @@ class GenerationMixin(RowsMixin):
         continuation_token_ids: Iterable[int],
         lora_name: LoraName = UNSET,
     ) -> torch.Tensor:
-        """The log-probability of each token of a continuation given all before it,
-        ``[len(continuation)]`` float32.
+        """The log-probability of each token of a continuation, given all tokens before it.
+
+        Args:
+            prompt_token_ids: The prompt.
+            continuation_token_ids: The continuation; at least one token.
+            lora_name: The adapter.
+
+        Returns:
+            ``[len(continuation_token_ids)]`` float32.
 
         Raises:
             InvalidQueryError: the continuation is empty or has an invalid token id.
@@ -260,12 +284,20 @@ class GenerationMixin(RowsMixin):
         continuation_token_ids_list: Iterable[Iterable[int]],
         lora_name: LoraName = UNSET,
     ) -> list[Score]:
-        """The log-probability of each continuation given the prompt in its place, and whether it is
-        the greedy one: multiple choice, as lm-evaluation-harness asks for it.
+        """The log-probability of each continuation given its prompt, and whether greedy decoding
+        gives it: multiple choice, as lm-evaluation-harness needs it.
 
-        Prompts and continuations that are equal are computed once. ``[prompt] * len(answers)``
-        scores several answers of one prompt. The ids of an answer are those that the whole text has
-        more than the prompt: encoded alone, it may begin with another space or a special token.
+        Equal pairs are computed once. ``[prompt] * len(answers)`` scores several answers to one
+        prompt. To get the ids of an answer, encode the prompt and the answer together and leave out
+        the prompt's ids: the answer encoded alone may begin with another space or a special token.
+
+        Args:
+            prompt_token_ids_list: The prompts.
+            continuation_token_ids_list: The continuations, one for each prompt.
+            lora_name: The adapter.
+
+        Returns:
+            One :class:`~genlm.core.scoring.Score` for each pair.
 
         Examples:
             >>> import asyncio
@@ -280,8 +312,8 @@ class GenerationMixin(RowsMixin):
             ' four'
 
         Raises:
-            InvalidQueryError: a continuation is empty or has an invalid token id, or there are more
-                prompts than continuations, or fewer.
+            InvalidQueryError: a continuation is empty or has an invalid token id, or the numbers of
+                prompts and continuations differ.
         """
         prompts = contexts_of(prompt_token_ids_list)
         continuations = contexts_of(continuation_token_ids_list)
@@ -312,19 +344,20 @@ class GenerationMixin(RowsMixin):
         """The log-probability of each token of a text after its first, however long it is:
         ``[len(token_ids) - 1]`` float32. ``exp(-mean)`` of them is the perplexity.
 
-        A text longer than a context is scored in windows, each token once. The first token only
-        gives context: put one before the text, such as the tokenizer's beginning of a sequence.
+        A text longer than ``max_length`` is scored in windows, each token once. The first token of
+        the text is not scored, so put another token before the text, such as the tokenizer's
+        beginning of a sequence.
 
         Args:
             token_ids: The text, of any length.
             max_length: The most tokens of a context; ``None`` is :attr:`max_context`.
-            context_len: The least context of a token after the first window. 1 is the rule of
-                lm-evaluation-harness; more is closer to the text as a whole, and costs
-                ``max_length / (max_length - context_len + 1)`` times as much.
+            context_len: The fewest tokens of context that each token after the first window gets.
+                lm-evaluation-harness uses 1. A larger number is closer to scoring the text as a
+                whole, and costs ``max_length / (max_length - context_len + 1)`` times as much.
             lora_name: The adapter.
-            keep: How many of the text's first tokens stand before every window: 1 for models that
-                were trained to see the beginning of a sequence in every context, as Gemma. 0 is the
-                harness's rule.
+            keep: How many of the text's first tokens are put before every window. Use 1 for models
+                that were trained with a beginning-of-sequence token in every context, such as
+                Gemma. lm-evaluation-harness uses 0.
 
         Examples:
             >>> import asyncio

@@ -26,15 +26,15 @@ a time, so an engine needs no locks, may keep thread-bound state, and may block.
 *Requests.* There are four kinds: a query asks for one row, a
 :class:`~genlm.core.types.SampleRequest` for one drawn continuation, a
 :class:`~genlm.core.types.ScoreRequest` for the log-probabilities of one continuation, a
-:class:`~genlm.core.types.ReductionRequest` for what a function makes of one row.
+:class:`~genlm.core.types.ReductionRequest` for the result of a function of one row.
 
-*Order and fairness.* **No request waits for ever**, even if others never stop coming. Requests that
-may be in flight together are admitted in the order asked, up to ``batch_size`` of them. Requests
-that may not, take turns: as soon as one of another sort waits, no more are admitted, and its turn
-comes when nothing is in flight. For an engine with ``genlm_step``, everything that its steps take
-may be in flight together; a cold query is alone. An engine without it is called for one kind at a
-time. Calls that are not requests (adapters, pinned prefixes) wait for everything asked before them,
-and everything asked after them waits for them.
+*Order and fairness.* **No request waits for ever**, even if others never stop coming. Compatible
+requests are admitted in the order asked, up to ``batch_size`` of them. Incompatible requests take
+turns: as soon as one waits, no further requests are admitted, and its turn comes when nothing is in
+flight. With ``genlm_step``, all kinds of requests that the step takes are compatible, except that a
+cold query runs alone. Without ``genlm_step``, each call has requests of one kind. Calls that are
+not requests (adapters, pinned prefixes) wait for everything asked before them, and everything asked
+after them waits for them.
 
 *Trust.* Queries have been checked (see :class:`~genlm.core.types.Query`): an engine validates
 nothing.
@@ -45,19 +45,19 @@ over its whole width within 1e-4.
 
 *Errors.* An exception from an evaluation hook is not fatal: the core asks again in smaller batches
 until only the query that causes it fails, so an engine must still work after it has raised. (The
-suite counts it as a fault where requests fail only together, unless memory ran out.) The error
-keeps its lines but not the local variables of the engine's calls, which hold what it was computing;
-with the option ``check=True`` it keeps them. An engine that cannot continue raises
-:class:`~genlm.core.errors.EngineDeadError`: everything pending fails and the model rejects further
-work.
+conformance suite reports requests that fail together but succeed alone as a fault, unless memory
+ran out.) The traceback keeps its lines, but the core clears the local variables of the engine's
+frames, because these may hold large tensors; with the option ``check=True`` it leaves them. An
+engine that cannot continue raises :class:`~genlm.core.errors.EngineDeadError`: everything pending
+fails and the model rejects further work.
 
 *Adapters.* :class:`~genlm.core.types.Adapter` values are never reused: binding a name again gives a
-new ``version``. Keep weights and state by ``adapter.version``, and no adapter can be
+new ``version``. Use ``adapter.version`` as the key of weights and state, so that no adapter can be
 mistaken for another.
 
-*Marks.* pluggy calls the hooks, and its marks mean what its documentation says. A hook with
-``firstresult`` has one implementation, the engine's. ``wrapper=True`` is rejected: nothing may go
-around a call of the engine.
+*Marks.* pluggy calls the hooks, and the options of its markers have the meaning that its
+documentation gives. A hook with ``firstresult`` has one implementation, the engine's.
+``wrapper=True`` is rejected, because no code may run around a call of the engine.
 
 *Wrappers.* A wrapper is an object with hooks of its own beside the engine's. The option
 ``wrappers`` gives wrappers to one model, and an entry point of group ``genlm.wrappers`` gives one
@@ -145,13 +145,21 @@ def genlm_load(
 
 @hookspec(firstresult=True)
 def genlm_next_token_logprobs(queries: Sequence[Query]) -> torch.Tensor:
-    """Answer a batch: ``[len(queries), vocab_size]`` float32 log-probabilities, row ``i`` for
-    ``queries[i]``.
+    """Answer a batch of queries with their next-token log-probabilities.
 
-    There is at least one query, and all are distinct. Order, grouping and chunking within the call
-    are up to the engine, but a query's row must not depend on the other queries beyond rounding.
+    Order, grouping and chunking within the call are up to the engine, but a query's row must not
+    depend on the other queries beyond rounding.
 
-    A query with ``cold=True`` comes alone; answer it from its tokens only.
+    Args:
+        queries: The queries: at least one, all distinct. A query with ``cold=True`` comes alone;
+            answer it from its tokens only.
+
+    Returns:
+        ``[len(queries), vocab_size]`` float32 log-probabilities, row ``i`` for ``queries[i]``.
+
+    Raises:
+        Exception: the core asks again in smaller batches, until only the query that causes it
+            fails.
     """
     raise NotImplementedError
 
@@ -174,25 +182,26 @@ def genlm_step(
     is new and nothing must be dropped.
 
     **Naming an argument says that the engine takes it.** An engine that names only ``queries`` gets
-    only queries. Draws and scores go to its ``genlm_sample`` and ``genlm_sequence_logprobs``, if it
-    has them, while nothing is in flight; else they are made from rows.
+    only queries. Draws and scores then go to its hooks ``genlm_sample`` and
+    ``genlm_sequence_logprobs``, while nothing is in flight. If it lacks these hooks, the core makes
+    draws and scores from rows.
 
     Args:
-        queries: New queries. A cold one comes alone, when nothing is in flight; answer it from its
-            tokens only.
+        queries: New queries. A cold query comes alone, when nothing is in flight; answer it from
+            its tokens only.
         samples: New draws. Equal ones are separate draws.
         scores: New scores.
-        reductions: New functions of rows (``then`` of the callers). For engines whose rows are far
-            from this process, so that only results travel: apply
-            :func:`~genlm.core.together.results_of` where the rows are, once a step for all that
-            have the same function. Rows are as wide as the tokenizer's vocabulary there, ``-inf``
-            where the model lacks a token. The engine must answer all of them. If a function raises,
-            the answer is its exception, unchanged; the exception of one request must not reach
-            another. An engine that does not name ``reductions`` is asked for rows, and the core
-            applies the functions to them.
-        dropped: Requests in flight, of any kind, whose callers have all gone. Drop them now and
-            never answer them; an answer in this same step is ignored. An equal query may be new in
-            a later step. An engine that does not name ``dropped`` computes them to the end.
+        reductions: New functions of rows (the argument ``then`` of callers). Name this argument if
+            rows are computed in another process or on another machine, so that only results travel:
+            apply :func:`~genlm.core.together.results_of` where the rows are, once a step for all
+            requests that have the same function. The function takes rows as wide as the tokenizer's
+            vocabulary, ``-inf`` where the model lacks a token. The engine must answer all of these
+            requests. If a function raises, the answer is its exception, unchanged; the exception of
+            one request must not reach another. An engine that does not name ``reductions`` is asked
+            for rows, and the core applies the functions to them.
+        dropped: Requests in flight, of any kind, that no caller waits for any more. Drop them now
+            and never answer them; an answer in this same step is ignored. An equal query may be new
+            in a later step. An engine that does not name ``dropped`` computes them to the end.
         width: How many ids the tokenizer has, the same in every step. Draws must be of these ids,
             and scores normalised over them; an engine that cannot do so answers with ``None``. If
             ``vocab_size`` exceeds ``width`` (padded embeddings), rows may be ``[width]``,
@@ -202,9 +211,9 @@ def genlm_step(
     Returns:
         The answers to the requests that are finished, one for each, in any order. Each
         :class:`~genlm.core.types.Answer` has the result, the request's own exception, or ``None``
-        for a draw or a score with parameters that the engine does not support: the core makes it
-        from rows. A step that finished nothing returns an empty list, and does not count as a batch
-        in ``Stats``.
+        for a draw or a score with parameters that the engine does not support: the core then
+        computes it from rows. A step that finished nothing returns an empty list, and does not
+        count as a batch in ``Stats``.
 
     Raises:
         Exception: the engine must have dropped everything in flight. The core then admits the same
@@ -220,9 +229,9 @@ def genlm_step(
 def genlm_wake() -> None:
     """Make the current step return early; if there is none, the next one. Optional.
 
-    For engines whose work happens elsewhere: in another process, on another machine. With this
-    hook, ``genlm_step`` may block until something is finished. Without it, ``genlm_step`` must
-    return after a bounded time, because new requests are not admitted before that.
+    For engines that compute in another process or on another machine. With this hook,
+    ``genlm_step`` may block until something is finished. Without it, ``genlm_step`` must return
+    after a bounded time, because new requests are not admitted before that.
 
     Called on **any thread**, when something waits for the engine thread while a step may be
     running: new requests, requests to drop, a task, the end of the model. At most once for each
@@ -231,7 +240,7 @@ def genlm_wake() -> None:
     hold: put a message into a :class:`~genlm.kit.mailbox.Mailbox`, or write a byte into a
     pipe or socket.
 
-    The step then returns what is finished, maybe nothing. Unfinished work continues.
+    The step then returns the finished answers, if there are any. Unfinished work continues.
     """
 
 
@@ -240,17 +249,18 @@ def genlm_wake() -> None:
 
 @hookspec
 def genlm_process_logprobs(queries: Sequence[Query], rows: torch.Tensor) -> torch.Tensor:
-    """Change rows before anyone gets them, like a logits processor.
+    """Change rows before callers get them, like a logits processor.
 
     Called on the engine thread with the rows that an engine has just computed: once for each batch,
-    each step that finished rows, and each cold query. Everything is made from the result: the rows
-    of callers, the cache, draws and scores. So **draws and scores are made from rows on every
-    engine**, one row a token, and not by the engine itself.
+    each step that finished rows, and each cold query. The changed rows are used for everything:
+    callers, the cache, draws and scores. So with this hook, **the core computes draws and scores
+    from rows on every engine**, one row for each token, and never asks the engine for them.
 
-    Several apply in the order in which they were given: first those of installed distributions,
-    then those of the option ``wrappers``; ``tryfirst`` and ``trylast`` change that. Each gets the
-    rows that the one before it returned. Mass that they give to tokens which the model lacks (ids
-    from ``engine.vocab_size`` on) is taken away again, and the row normalised.
+    Several wrappers apply in the order in which they were given: first those of installed
+    distributions, then those of the option ``wrappers``; ``tryfirst`` and ``trylast`` change the
+    order. Each wrapper gets the rows that the previous one returned. If a wrapper gives mass to
+    tokens that the model lacks (ids from ``engine.vocab_size`` on), the core removes this mass and
+    normalises the row again.
 
     A row must be a function of its query and its row alone, since rows are cached and shared. The
     hook may ask another model; asking its own model raises a
@@ -263,7 +273,8 @@ def genlm_process_logprobs(queries: Sequence[Query], rows: torch.Tensor) -> torc
 
     Returns:
         Log-probabilities of the same shape, dtype and device, each row normalised; ``rows`` itself
-        if nothing changes. The mass of the first is checked, with ``check=True`` that of all.
+        if nothing changes. The core checks that the first row is normalised; with ``check=True`` it
+        checks all rows.
 
     Raises:
         Exception: the core asks again with fewer rows, until only the one that causes it fails,
@@ -314,10 +325,10 @@ def genlm_call_ended(
         hook: The name of the hook.
         arguments: The arguments of the call by name, read-only.
         result: What the engine returned, sequences as tuples; ``None`` after an error. Tensors are
-            the engine's own: copy (``.clone()``) what you change or keep. With ``check=True``,
-            requests whose tensors an observer has written into get a
-            :class:`~genlm.core.errors.PluginError` that names it, as far as PyTorch counts writes:
-            not those through NumPy or ``.data``.
+            the engine's own: copy a tensor (``.clone()``) before you change or keep it. With
+            ``check=True``, a request whose tensor an observer has written into gets a
+            :class:`~genlm.core.errors.PluginError` that names the observer. Writes through NumPy or
+            ``.data`` are not noticed, because PyTorch does not count them.
         error: What the engine raised; ``None`` if it returned.
 
     Raises:
@@ -349,16 +360,24 @@ def genlm_call_ended(
 def genlm_sample(
     queries: Sequence[Query], params: Sequence[SamplingParams]
 ) -> Sequence[Sequence[int]] | None:
-    """Draw one continuation per query natively: token ids without the stop token, at most
-    ``params[i].max_tokens``. An id that the tokenizer lacks (padded embeddings) is an error.
+    """Draw one continuation for each query natively.
 
-    Return ``None`` if the engine does not support these parameters. Then, or without an
-    implementation, the core draws from next-token rows. Equal queries with equal parameters are
-    separate draws. The stop tokens are exactly ``params[i].stop_token_ids``: the model's own
-    end-of-sequence token does not stop unless it is listed.
+    Without an implementation, or if it returns ``None``, the core draws from next-token rows. Equal
+    queries with equal parameters are separate draws.
 
     The call cannot be interrupted: all other requests wait for it, and a cancelled draw still runs
     to its end. So return ``None`` for long draws, or take draws in steps (:func:`genlm_step`).
+
+    Args:
+        queries: The contexts, at least one.
+        params: How to draw each continuation. The stop tokens are exactly
+            ``params[i].stop_token_ids``: the model's own end-of-sequence token does not stop unless
+            it is listed.
+
+    Returns:
+        For each query the ids drawn, without the stop token, at most ``params[i].max_tokens``;
+        ``None`` if the engine does not support these parameters. An id that the tokenizer lacks
+        (padded embeddings) is an error.
     """
 
 
@@ -369,14 +388,21 @@ def genlm_sample(
 def genlm_sequence_logprobs(
     queries: Sequence[Query], continuations: Sequence[Sequence[int]], width: int
 ) -> Sequence[torch.Tensor] | None:
-    """Score continuations: element ``i`` is ``[len(continuations[i])]`` float32, the
-    log-probability of each token of ``continuations[i]`` given ``queries[i]`` and the tokens before
-    it, normalised over the first ``width`` ids, those of the tokenizer.
+    """Score continuations.
 
-    Continuations are not empty, and context plus continuation without its last token fits
-    ``max_context``. Without an implementation, or on ``None``, the core asks for one row per token.
-    It does the same for an implementation that does not take ``width``, if ``vocab_size`` exceeds
+    Without an implementation, or if it returns ``None``, the core asks for one row per token. It
+    does the same for an implementation that does not name ``width``, if ``vocab_size`` exceeds
     ``width`` (padded embeddings): such scores would be normalised over ``vocab_size``.
+
+    Args:
+        queries: The contexts, at least one.
+        continuations: The continuation of each context; none is empty. A context and its
+            continuation without its last token fit into ``max_context``.
+        width: How many ids the tokenizer has. Scores are normalised over the first ``width`` ids.
+
+    Returns:
+        For each query ``[len(continuations[i])]`` float32: the log-probability of each token of
+        ``continuations[i]`` given ``queries[i]`` and the tokens before it.
     """
 
 
@@ -385,11 +411,20 @@ def genlm_sequence_logprobs(
 
 @hookspec(firstresult=True)
 def genlm_cache_prefix(query: Query) -> bool | None:
-    """Compute and pin the KV cache of ``query``, so that contexts which extend it start from there.
+    """Compute and pin the KV cache of a prefix, so that contexts which extend it start from there.
 
     A pinned prefix stays until ``genlm_clear_kv_cache``, or until its adapter is removed. A hook
     that raises may lose pinned prefixes: the core then asks for all of them again, including those
-    that were not lost. Return ``True``; raise if there is no room for the prefix.
+    that were not lost.
+
+    Args:
+        query: The prefix.
+
+    Returns:
+        ``True``.
+
+    Raises:
+        Exception: there is no room for the prefix.
     """
 
 
@@ -403,29 +438,49 @@ def genlm_clear_kv_cache() -> None:
 
 @hookspec(firstresult=True)
 def genlm_read_lora(adapter: Adapter) -> Any:
-    """Fetch and check the adapter's files, and return what ``genlm_add_lora`` gets as ``contents``.
+    """Fetch and check the adapter's files.
 
     Called on the caller's thread before ``genlm_add_lora``, while the engine works, and perhaps by
-    several callers at once: it must not change the engine. An exception reaches the caller.
+    several callers at once: it must not change the engine.
+
+    Args:
+        adapter: The adapter; its files are in ``adapter.path``.
+
+    Returns:
+        Anything; ``genlm_add_lora`` gets it as ``contents``.
+
+    Raises:
+        Exception: any; it reaches the caller unchanged.
     """
 
 
 @hookspec(firstresult=True)
 def genlm_add_lora(adapter: Adapter, contents: Any) -> bool | None:
-    """Load the adapter's weights from ``adapter.path``, completely, now. Return ``True``.
+    """Load the adapter's weights from ``adapter.path``, completely, now.
 
-    ``contents`` is what ``genlm_read_lora`` returned, or ``None`` without that hook.
+    When a name is bound again, the new version is added before the old one is removed.
 
-    When a name is bound again, the new version is added before the old one is removed. After an
-    exception nothing of the new version may remain.
+    Args:
+        adapter: The adapter.
+        contents: The result of ``genlm_read_lora``; ``None`` without that hook.
+
+    Returns:
+        ``True``.
+
+    Raises:
+        Exception: nothing of the new version may remain.
     """
 
 
 @hookspec(firstresult=True)
 def genlm_remove_lora(adapter: Adapter) -> bool | None:
-    """Drop the adapter's weights and all state computed with them. Return ``True``.
+    """Drop the adapter's weights and all state computed with them.
 
-    No query with this adapter follows.
+    Args:
+        adapter: The adapter. No query with it follows.
+
+    Returns:
+        ``True``.
     """
 
 

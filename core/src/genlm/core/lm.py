@@ -73,15 +73,17 @@ class AsyncLM(GenerationMixin):
     """A language model that any number of coroutines and threads may ask for next-token
     log-probabilities.
 
-    Concurrent requests are batched, and repeated ones answered from a cache. All methods may be
-    called from any thread and from any event loop; the blocking ones also inside a running loop.
+    Concurrent requests are batched, and repeated requests are answered from a cache. All methods
+    may be called from any thread and from any event loop; the blocking ones also inside a running
+    loop.
 
     A context is a non-empty sequence of token ids in ``range(vocab_size)``: ints, or a NumPy array
     or tensor of integers. A row is a float32 tensor ``[len(lm.byte_vocab)]`` of log-probabilities
     on the engine's device, which belongs to the caller. If a method takes ``lora_name``, a name
-    selects that adapter, ``None`` selects the base model, and without it the default of
-    :meth:`set_lora` holds. A coroutine reads what it was given, and that default, when it first
-    runs: give a copy of a list that changes before that, and name the adapter.
+    selects that adapter, ``None`` selects the base model, and without this argument the default of
+    :meth:`set_lora` applies. A coroutine reads its arguments and the default adapter when it first
+    runs, not when it is created. If a list or the default may change in between, pass a copy of the
+    list and name the adapter.
 
     Every request may raise:
         - InvalidQueryError: the context is empty or too long, or has invalid token ids (a
@@ -92,9 +94,9 @@ class AsyncLM(GenerationMixin):
         - ModelClosedError: the model has been closed.
 
     Args:
-        load: Returns the engine; called once, on the model's engine thread.
+        load: A function that returns the engine. It is called once, on the model's engine thread.
         backend: The backend's name, for messages.
-        **options: The core's (:class:`~genlm.core.options.CoreOptions`).
+        **options: Options of the core (:class:`~genlm.core.options.CoreOptions`).
 
     Examples:
         Requests made together go to the engine together:
@@ -211,11 +213,11 @@ class AsyncLM(GenerationMixin):
 
         Args:
             prompt_token_ids: The prompt.
-            n: How many; at least 1.
-            lora_name: The adapter of all of them.
+            n: The number of particles, at least 1.
+            lora_name: The adapter of all particles.
 
         Raises:
-            InvalidOptionError: ``n`` is not a number from 1 on.
+            InvalidOptionError: ``n`` is not an integer of at least 1.
         """
         query = self._query(prompt_token_ids, lora_name)
         name = None if query.adapter is None else query.adapter.name
@@ -225,9 +227,14 @@ class AsyncLM(GenerationMixin):
 
     @blocks
     def add_new_lora(self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1") -> None:
-        """Load a LoRA adapter and bind it to a name; blocks until it is loaded. If the name is
-        already bound, the new adapter replaces the old one, and what was cached under the name is
-        dropped. On an error the old adapter stays.
+        """Load a LoRA adapter and bind it to a name. Blocks until it is loaded.
+
+        If the name is already bound, the new adapter replaces the old one, and cached rows and
+        state of the old one are dropped. After an error the old adapter stays bound.
+
+        Args:
+            lora_path: The adapter's folder.
+            lora_name: The name.
 
         Examples:
             >>> with load_model_by_name("mock", backend="mock") as lm:
@@ -238,7 +245,9 @@ class AsyncLM(GenerationMixin):
             (['poems'], False)
 
         Raises:
-            InvalidOptionError: the name is not a string, or the path not a path.
+            InvalidOptionError: the name is not a non-empty string, or the path is not a string or a
+                path.
+            InvalidAdapterError: the adapter is not sound, or is made for another model.
             UnsupportedError: the backend has no LoRA.
         """
         self._engine.require("genlm_add_lora", "LoRA")
@@ -259,7 +268,7 @@ class AsyncLM(GenerationMixin):
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        """The LoRA adapters that are registered now, by name; to be read."""
+        """The LoRA adapters that are registered now, by name. Read only."""
         return self._adapters.bound()
 
     def set_lora(self, lora_name: str) -> None:
@@ -281,7 +290,15 @@ class AsyncLM(GenerationMixin):
     def cache_kv(self, prompt_tokens: Iterable[int], lora_name: LoraName = UNSET) -> None:
         """Compute and pin the KV cache of a prompt (for recurrent models, its state), so that
         contexts which begin with it start from there. Blocks. Does nothing if the engine keeps no
-        state."""
+        state.
+
+        Args:
+            prompt_tokens: The prompt.
+            lora_name: The adapter.
+
+        Raises:
+            EngineError: there is no room for the prompt.
+        """
         query = self._query(prompt_tokens, lora_name)
         self._batcher.run(lambda: self._executor.pin(query))
 
@@ -303,12 +320,14 @@ class AsyncLM(GenerationMixin):
 
     @property
     def max_context(self) -> int | None:
-        """The longest context that can be asked, in tokens; ``None`` if there is no limit."""
+        """The longest context for which a row can be asked, in tokens; ``None`` if there is no
+        limit."""
         return self._engine.max_context
 
     def supports(self, hook: str, argument: str | None = None) -> bool:
         """Whether the engine implements a hook of :mod:`genlm.core.hookspecs`, for instance
-        ``"genlm_add_lora"`` for LoRA; with ``argument``, whether its implementation takes that.
+        ``"genlm_add_lora"`` for LoRA; with ``argument``, whether its implementation takes that
+        argument.
 
         Raises:
             InvalidInputError: there is no such hook.
@@ -338,8 +357,11 @@ class AsyncLM(GenerationMixin):
         engine's time, cache hits. The file is written at the end of the block. Open it in
         https://ui.perfetto.dev, or without a network in ``chrome://tracing`` of Chrome or Chromium.
 
+        Args:
+            path: The file to write.
+
         Raises:
-            InvalidInputError: a trace is being recorded already, or the path is none.
+            InvalidInputError: a trace is being recorded already, or ``path`` is not a path.
             OSError: the file cannot be written.
         """
         if not isinstance(path, str | bytes | os.PathLike):
@@ -347,7 +369,7 @@ class AsyncLM(GenerationMixin):
         return Trace(self._timeline, os.fspath(path))
 
     def close(self) -> None:
-        """Fail what is pending, wait for the current batch, release the engine. Idempotent."""
+        """Fail pending requests, wait for the current batch, and release the engine. Idempotent."""
         self._batcher.close()
         self._cache.clear()
 

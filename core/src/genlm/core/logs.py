@@ -1,4 +1,4 @@
-"""Logging of which a program sees only warnings, until it asks for more.
+"""Logging that shows only warnings, until the program configures structlog.
 
 Warnings are always shown. To see the rest, for instance which backend was chosen::
 

@@ -87,7 +87,7 @@ class MockEngine:
             raise.
         on_adapter: Called with every adapter that is added, on the engine thread; it may block or
             raise.
-        max_context: The longest context.
+        max_context: The longest context, in tokens.
     """
 
     tokenizer: Any
@@ -226,8 +226,8 @@ class MockEngine:
 class ContinuousMockEngine(MockEngine):
     """The same results from an engine that takes every kind of request in its steps.
 
-    A row and a score take ``steps`` of them, a draw as many as it has tokens at most. ``delay`` is
-    the time of a step. A step that is woken returns before that, and the next one continues it.
+    A row or a score takes ``steps`` steps, and a draw ``max_tokens`` steps. A step takes ``delay``
+    seconds. If it is woken, it returns early, and the next step continues it.
     """
 
     def __init__(self, tokenizer: Any, *, steps: int = 2, **options: Any) -> None:
@@ -307,14 +307,15 @@ class ContinuousMockEngine(MockEngine):
 
 
 class MockAsyncLM(AsyncLM):
-    """The mock. To give it a distribution of your own, override :meth:`_get_logprobs`.
+    """A model without an engine, for tests. To give it a distribution of your own, override
+    :meth:`_get_logprobs`.
 
     Args:
         tokenizer: A Hugging Face tokenizer, or an object with the methods of
             :class:`~genlm.core.types.Tokenizer`.
-        options: Those of :class:`MockEngine` and of the core; ``continuous=True`` takes a
-            :class:`ContinuousMockEngine` with its options. ``cache_size`` is 0 where
-            :meth:`_get_logprobs` is one's own.
+        options: Options of :class:`MockEngine` and of the core. ``continuous=True`` makes a
+            :class:`ContinuousMockEngine`, and allows its options. If :meth:`_get_logprobs` is
+            overridden, the default of ``cache_size`` is 0.
     """
 
     def __init__(self, tokenizer: Any = None, **options: Any) -> None:

@@ -37,14 +37,15 @@ async def next_bytes_logprob(
 ) -> float:
     """The log-probability that the text after a context begins with ``next_bytes``.
 
-    The mass that a row has under a prefix is about the next token alone. But the model may write
-    ``b" the"`` as one token, or as ``b" t"`` and ``b"he"``, or as the first bytes of ``b" these"``.
-    This is the sum over all of them, and exact: over the tokens that begin with the bytes, and, for
-    each token that the bytes begin with, its probability times that of the remaining bytes after
-    it. Their number can double with every byte; :class:`BytePrefix` follows long texts.
+    A row gives the probability of the next token alone. But the model may write ``b" the"`` as one
+    token, as ``b" t"`` and ``b"he"``, or as the first bytes of ``b" these"``. This function sums
+    over all these tokenisations exactly: it adds the probabilities of the tokens that begin with
+    the bytes, and, for each token that the bytes begin with, its probability times that of the
+    remaining bytes after it. The number of tokenisations can double with every byte; use
+    :class:`BytePrefix` for long texts.
 
-    Special tokens are not text, and tokens without bytes add none: neither counts. One row is asked
-    for each context; those of tokenisations that are equally long, concurrently.
+    Special tokens and tokens without bytes are not text, so they are left out. One row is asked for
+    each context; the rows of tokenisations that are equally long in bytes are asked for together.
 
     Args:
         lm: The model.
@@ -52,15 +53,15 @@ async def next_bytes_logprob(
         next_bytes: The bytes.
         lora_name: The adapter.
         trie: ``TokenCharacterTrie(lm.byte_vocab)``, if you have it; otherwise every call builds it.
-        max_contexts: The most contexts to ask. Their number is that of the ways to write a proper
-            prefix of the bytes as tokens, which can grow exponentially with its length.
+        max_contexts: The most contexts to ask for. There is one for each way to write a proper
+            prefix of the bytes as tokens, which can grow exponentially with the number of bytes.
 
     Returns:
         The natural logarithm of the probability; ``-inf`` if it is 0.
 
     Raises:
-        InvalidInputError: ``next_bytes`` is not bytes, or it takes more than ``max_contexts``
-            contexts. Nothing has been asked then.
+        InvalidInputError: ``next_bytes`` is not bytes, or needs more than ``max_contexts``
+            contexts. No row has been asked for then.
         InvalidOptionError: ``max_contexts`` is not an integer of at least 0.
 
     Examples:
@@ -84,16 +85,17 @@ async def next_bytes_logprob(
 
 @frozen(eq=False)
 class BytePrefix:
-    """How the text after a context begins: its probability, and that of each next byte.
+    """The beginning of the text after a context: its probability, and that of each next byte.
 
-    Follows a text as it grows: :meth:`extend` asks only for the contexts that the new bytes end,
-    one batch a byte. So ``n`` bytes cost about ``n`` batches, however many bytes came before. It is
-    not changed by being extended, so several texts may continue one.
+    For texts that grow: :meth:`extend` asks only for the contexts that end within the new bytes, in
+    one batch for each byte. So ``n`` more bytes cost about ``n`` batches, however long the text is.
+    A prefix is immutable, so several texts may continue the same one.
 
-    Almost all ways to write a text as tokens have next to no probability. At each byte, one that
-    ends there is followed if it has at least ``min_share`` of the likeliest one's probability.
+    Almost all tokenisations of a text have a negligible probability. Of the tokenisations that end
+    at a byte, those with at least ``min_share`` times the probability of the likeliest one are
+    continued.
 
-    Make one with :meth:`after`. If its adapter is bound again, it needs a new one.
+    Make one with :meth:`after`. Make a new one if the name of its adapter is bound again.
 
     Attributes:
         lm: The model.
@@ -145,12 +147,12 @@ class BytePrefix:
             token_ids: The context.
             lora_name: The adapter.
             trie: ``TokenCharacterTrie(lm.byte_vocab)``, if you have it; otherwise it is built.
-            min_share: Of the tokenisations that end at the same byte, those are followed that have
-                at least this share of the likeliest one's probability. 0 follows all: that is
-                exact, and takes twice as long with almost every byte.
+            min_share: Tokenisations that end at a byte are continued if they have at least this
+                share of the probability of the likeliest one that ends there. 0 continues all,
+                which is exact, but doubles the time with almost every byte.
 
         Raises:
-            InvalidInputError: The context is not valid, or the trie is another vocabulary's.
+            InvalidInputError: The context is not valid, or the trie is over another vocabulary.
             InvalidOptionError: ``min_share`` is not from 0 to 1.
         """
         number("min_share", min_share, "from 0 to 1", lambda share: 0 <= share <= 1)
@@ -177,11 +179,13 @@ class BytePrefix:
         """The distribution of the next byte, given the context and the text so far.
 
         Returns:
-            ``[257]`` log-probabilities of the bytes 0 to 255, and at 256 that no byte follows but
-            a special token, such as the end of the sequence, or one without bytes.
+            ``[257]`` float64 log-probabilities: of the bytes 0 to 255, and at index 256 of no
+            further byte, because a special token follows, such as the end of the sequence, or a
+            token without bytes.
 
         Raises:
-            InvalidInputError: The text so far has probability 0, or all that may follow has.
+            InvalidInputError: The text so far has probability 0, or no continuation of it has a
+                positive probability.
         """
         readings = await self._with_rows()
         if not readings and self._cut:
@@ -201,7 +205,10 @@ class BytePrefix:
         return logprobs
 
     async def extend(self, more: bytes) -> BytePrefix:
-        """The text with more bytes.
+        """The text so far followed by more bytes. This prefix does not change.
+
+        Args:
+            more: The bytes.
 
         Raises:
             InvalidInputError: ``more`` is not bytes.
@@ -225,7 +232,11 @@ class BytePrefix:
         return await start.extend(text)
 
     def check_contexts(self, more: bytes, limit: int) -> None:
-        """Count the contexts of all tokenisations of more bytes, before any row is requested.
+        """Check the number of contexts that all tokenisations of more bytes need. Asks for no row.
+
+        Args:
+            more: The bytes.
+            limit: The most contexts.
 
         Raises:
             InvalidInputError: There are more than ``limit``.

@@ -23,20 +23,20 @@ class Population:
     """``n`` contexts that begin with one prompt and grow together, a token at a time. Made by
     :meth:`~genlm.core.lm.AsyncLM.population`.
 
-    Every array is a tensor on the engine's device whose first dimension is ``n``. A particle that
-    has ended has the row of its last token alone: log-probability 0 there, and ``-inf`` elsewhere.
-    So it draws that token again, with weight 1, and a program needs no case for it.
+    Every array is a tensor on the engine's device whose first dimension is ``n``. The row of a
+    particle that has ended is log-probability 0 at its last token, and ``-inf`` elsewhere. So such
+    a particle draws that token again, with weight 1, and a program needs no special case for it.
 
     The rows are those of :meth:`~genlm.core.lm.AsyncLM.batch_next_token_logprobs`, with its cache,
-    adapters and wrappers. Equal particles are computed once. One coroutine at a time may use a
-    population. A request that fails or is cancelled leaves it as it was.
+    adapters and wrappers. Equal particles are computed once. Only one coroutine at a time may use a
+    population. A request that fails or is cancelled does not change the population.
 
     Attributes:
-        n: How many particles there are.
-        device: Where its tensors are.
-        prompt: The context that all begin with.
-        length: ``[n]`` int64: how many tokens each has, with the prompt.
-        ended: ``[n]`` bool: which have ended.
+        n: The number of particles.
+        device: The PyTorch device of its tensors.
+        prompt: The context that all particles begin with.
+        length: ``[n]`` int64: the number of tokens of each particle, prompt included.
+        ended: ``[n]`` bool: which particles have ended.
 
     Examples:
         Sequential Monte Carlo over texts of the letters a and b:
@@ -106,7 +106,7 @@ class Population:
 
     async def logprobs(self, *, then: Thens[Any] | None = None) -> Any:
         """The rows of all particles, ``[n, len(lm.byte_vocab)]`` float32, which belong to the
-        caller; or a list of what functions make of them.
+        caller; with ``then``, the list of the functions' results.
 
         Args:
             then: As for :meth:`~genlm.core.lm.AsyncLM.batch_next_token_logprobs`: one for all
@@ -121,8 +121,8 @@ class Population:
         """The rows of all particles in parts: pairs of a slice of the particles and their rows.
 
         For populations whose rows together are too many for the memory: 10,000 rows of 49,152
-        tokens take 2 GB. At most 256 MiB of rows are asked at a time, or one row. A CPU gets parts
-        that its cache holds, since computing with larger ones is slower.
+        tokens take 2 GB. Each part has at most 256 MiB of rows, but at least one row. On a CPU,
+        parts fit into the CPU's cache, because larger parts are slower to compute with.
         """
         width = len(self._lm.byte_vocab)
         most = max(1, NUMBERS_PER_CALL // width)
@@ -187,18 +187,18 @@ class Population:
     # --- growing ----------------------------------------------------------------------------------
 
     def extend(self, token_ids: Any, ended: Any = None) -> None:
-        """Have every particle that has not ended grow by a token, or end with it. Waits for the
-        device once.
+        """Add a token to every particle that has not ended, or end the particle with it. Waits for
+        the device once.
 
         Args:
-            token_ids: ``[n]`` The tokens; those of particles that have ended mean nothing.
-            ended: ``[n]`` bool: which particles end with their token, so that it is not part of
-                them; ``None`` ends none. Those that have ended stay so.
+            token_ids: ``[n]`` The tokens. Tokens for particles that have ended are ignored.
+            ended: ``[n]`` bool: which particles end with their token, which then does not become
+                part of them; ``None`` ends none. A particle that has ended stays ended.
 
         Raises:
-            InvalidInputError: there are more or fewer than ``n``, or they are not integers or not
-                booleans.
-            InvalidQueryError: one is no token id of the model.
+            InvalidInputError: an argument does not have ``n`` elements, ``token_ids`` are not
+                integers, or ``ended`` are not booleans.
+            InvalidQueryError: a token is not a token id of the model.
         """
         import torch
 
@@ -227,7 +227,7 @@ class Population:
                 self._last[at] = token
 
     def select(self, ancestors: Any) -> None:
-        """Have particle ``i`` go on as a copy of particle ``ancestors[i]``: resampling. Waits for
+        """Resample: replace each particle ``i`` by a copy of particle ``ancestors[i]``. Waits for
         the device once.
 
         Args:
@@ -235,7 +235,8 @@ class Population:
                 :mod:`genlm.core.resampling`.
 
         Raises:
-            InvalidInputError: there are more or fewer than ``n``, or one is no particle's.
+            InvalidInputError: ``ancestors`` does not have ``n`` elements, or an element is not in
+                ``range(n)``.
         """
         import torch
 

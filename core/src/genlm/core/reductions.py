@@ -1,9 +1,9 @@
-"""Ready-made functions for ``then``: the few numbers that programs most often want of a row.
+"""Ready-made functions for ``then``: the numbers that programs most often need from a row.
 
-They run once for all callers of a step, on the device where the rows are, and wait for it once.
+Each runs once for all callers of a step, on the device of the rows, and waits for it once.
 
 Examples:
-    Two callers with a mask each, and two that share one:
+    Two callers with their own masks, and two that share one:
 
     >>> import asyncio
     >>> from genlm.core import load_model_by_name
@@ -44,12 +44,12 @@ def draw(rows: torch.Tensor, uniforms: list[float], allowed: list[Any]) -> list[
         - uniform: A number in [0, 1), by which the token is drawn from the cumulative
           distribution.
         - allowed: The allowed tokens: a tensor of their ids, a boolean tensor
-          ``[len(lm.byte_vocab)]``, or ``None`` for all. It is fastest on the model's device, and if
-          all callers give the same object.
+          ``[len(lm.byte_vocab)]``, or ``None`` for all. Tensors on the model's device are fastest,
+          and so is one object for all callers.
 
     Returns:
-        The token's id, and the logarithm of the mass of all allowed tokens. Where that is
-        ``-inf`` no token can be drawn, and the id is an arbitrary one.
+        The token's id, and the natural logarithm of the mass of all allowed tokens. If that is
+        ``-inf``, no token can be drawn, and the id has no meaning.
     """
     import torch
 
@@ -74,11 +74,11 @@ def draw(rows: torch.Tensor, uniforms: list[float], allowed: list[Any]) -> list[
 
 
 def draw_among(allowed: Any) -> together[tuple[int, float]]:
-    """Makes :data:`draw` for tokens that are the same for all callers: ``draw =
+    """Make a :data:`draw` whose allowed tokens are the same for all callers: ``draw =
     draw_among(allowed)``, then ``then=draw(uniform)``.
 
     Args:
-        allowed: As for :data:`draw`. It is fastest on the model's device.
+        allowed: As for :data:`draw`. A tensor on the model's device is fastest.
     """
     import torch
 
@@ -93,7 +93,7 @@ def draw_among(allowed: Any) -> together[tuple[int, float]]:
 
 @together
 def log_mass(rows: torch.Tensor, allowed: list[Any]) -> list[float]:
-    """The logarithm of the mass of the allowed tokens: ``then=log_mass(allowed)``.
+    """The natural logarithm of the mass of the allowed tokens: ``then=log_mass(allowed)``.
 
     The caller gives:
         - allowed: As for :data:`draw`.
@@ -123,10 +123,10 @@ def logprobs_of(rows: torch.Tensor, token_ids: list[Sequence[int]]) -> list[list
 @together
 def likeliest(rows: torch.Tensor, counts: list[int]) -> list[list[tuple[int, float]]]:
     """The likeliest tokens, with their log-probabilities, in descending order:
-    ``then=likeliest(5)``. The order of equal ones is not fixed.
+    ``then=likeliest(5)``. The order of equally likely tokens is not fixed.
 
     The caller gives:
-        - count: How many; all of them if there are fewer.
+        - count: The number of tokens; all tokens if the vocabulary has fewer.
     """
     import torch
 
@@ -143,17 +143,17 @@ def likeliest(rows: torch.Tensor, counts: list[int]) -> list[list[tuple[int, flo
 
 
 def prefix_masses(trie: TokenCharacterTrie) -> together[list[float]]:
-    """Makes a function that sums each row over a trie once, for all prefixes that its caller asks
-    for: ``masses = prefix_masses(trie)``, then ``then=masses([b"th", b"a"])``.
+    """Make a function that gives the probabilities of several prefixes from one sum over a trie:
+    ``masses = prefix_masses(trie)``, then ``then=masses([b"th", b"a"])``.
 
     The caller gives:
         - prefixes: A list of prefixes, as :meth:`TokenCharacterTrie.find` takes them.
 
-    The function returns, for each prefix, the probability that the next token begins with it, as
-    :meth:`TokenCharacterTrie.mass` does: 0.0 if none does, and special tokens do not count.
+    For each prefix the caller gets the probability that the next token begins with it, as
+    :meth:`TokenCharacterTrie.mass` gives it: 0.0 if no token does, and special tokens do not count.
 
     Args:
-        trie: A trie over ``lm.byte_vocab``, best on the model's device.
+        trie: A trie over ``lm.byte_vocab``. A trie on the model's device is fastest.
     """
 
     @together

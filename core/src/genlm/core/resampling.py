@@ -1,8 +1,8 @@
 """Resampling and weights of particles.
 
-Weights are given by their logarithms, which need no normalising: a NumPy array, a list, or a tensor
-on any device. Ancestors come back as the same kind: particle ``i`` goes on as a copy of particle
-``ancestors[i]``.
+Weights are given as natural logarithms, which need not be normalised, in a NumPy array, a list, or
+a tensor on any device. Ancestors are returned in the same kind of container: resampling replaces
+particle ``i`` by a copy of particle ``ancestors[i]``.
 
 Sources:
     Douc, Cappé and Moulines, "Comparison of resampling schemes for particle filtering", 2005.
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 def effective_sample_size(log_weights: Any) -> float:
-    """How many particles of equal weight are worth as much: from 1 to ``n``. Waits for the device
-    once.
+    """The effective sample size: the number of equally weighted particles that are worth as much,
+    from 1 to ``n``. Waits for the device once.
 
     Args:
         log_weights: ``[n]`` Log-weights.
@@ -51,8 +51,8 @@ def effective_sample_size(log_weights: Any) -> float:
 
 
 def log_mean_weight(log_weights: Any) -> float:
-    """The logarithm of the mean weight. Summed over the times of resampling and the end, it
-    estimates the log normalising constant. Waits for the device once.
+    """The natural logarithm of the mean weight. The sum of its values at each resampling and at the
+    end estimates the log normalising constant. Waits for the device once.
 
     Args:
         log_weights: ``[n]`` Log-weights.
@@ -65,8 +65,8 @@ def log_mean_weight(log_weights: Any) -> float:
 
 
 def systematic(log_weights: Any, uniform: float) -> Any:
-    """Systematic resampling: a particle of normalised weight ``w`` has ``n * w`` copies, rounded up
-    or down, by one uniform number for all.
+    """Systematic resampling, with one uniform number for all particles. A particle of normalised
+    weight ``w`` gets ``n * w`` copies, rounded up or down.
 
     Args:
         log_weights: ``[n]`` Log-weights.
@@ -76,15 +76,15 @@ def systematic(log_weights: Any, uniform: float) -> Any:
         ``[n]`` int64 Ancestors, in ascending order.
 
     Raises:
-        InvalidInputError: no weight is positive, one is NaN or infinite, or the number is not in
+        InvalidInputError: no weight is positive, one is NaN or infinite, or ``uniform`` is not in
             [0, 1).
     """
     return _ancestors(log_weights, uniform, strata=True)
 
 
 def stratified(log_weights: Any, uniforms: Any) -> Any:
-    """Stratified resampling: one uniform number for each ``n``-th of the whole weight. A particle's
-    copies differ from ``n * w`` by less than 2.
+    """Stratified resampling, with one uniform number for each of ``n`` equal parts of the total
+    weight. The number of a particle's copies differs from ``n * w`` by less than 2.
 
     Args:
         log_weights: ``[n]`` Log-weights.
@@ -100,14 +100,15 @@ def stratified(log_weights: Any, uniforms: Any) -> Any:
 
 
 def multinomial(log_weights: Any, uniforms: Any) -> Any:
-    """Multinomial resampling: each particle draws its ancestor by a uniform number of its own.
+    """Multinomial resampling: each particle draws its ancestor independently, with its own uniform
+    number.
 
     Args:
         log_weights: ``[n]`` Log-weights.
         uniforms: ``[n]`` Numbers in [0, 1).
 
     Returns:
-        ``[n]`` int64 Ancestors, in the order of the numbers.
+        ``[n]`` int64 Ancestors, in the order of ``uniforms``.
 
     Raises:
         InvalidInputError: as for :func:`systematic`.

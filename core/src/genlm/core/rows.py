@@ -44,8 +44,9 @@ class RowsMixin(TextMixin):
     _timeline: Timeline
 
     def context(self, token_ids: Iterable[int]) -> Context:
-        """A context to be extended token by token. It may be given in place of token ids. If it is
-        long, it costs less: ``context.extend(token_id)`` checks and hashes only the new token."""
+        """A context that can be extended token by token. Every method takes it in place of token
+        ids. For long contexts this is cheaper: ``context.extend(token_id)`` checks and hashes only
+        the new token."""
         return self._checked(token_ids, room_for=1)
 
     @overload
@@ -66,18 +67,21 @@ class RowsMixin(TextMixin):
         *,
         then: Then[Any] | None = None,
     ) -> Any:
-        """The row of one context, or what a function makes of it.
+        """The row of one context, or the result of a function of it.
 
         Args:
             token_ids: The context.
             lora_name: The adapter.
             then: A function of rows with this caller's arguments, made by
-                :class:`~genlm.core.together.together`. It runs where the row is, on the engine
+                :class:`~genlm.core.together.together`. It runs on the row's device, on the engine
                 thread, once for all callers of a step, and the caller gets its result in place of
                 the row. A cached row waits for the engine thread too, so that it joins the others.
 
+        Returns:
+            ``[len(lm.byte_vocab)]`` float32 log-probabilities, or the function's result.
+
         Raises:
-            Exception: what the function raises for this caller.
+            Exception: the exception that the function raises for this caller.
         """
         query = self._query(token_ids, lora_name)
         if then is None and (row := self._kept(query)) is not None:
@@ -124,8 +128,8 @@ class RowsMixin(TextMixin):
         then: Thens[Any] | None = None,
         return_exceptions: bool = False,
     ) -> Any:
-        """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``, or a list of
-        what functions make of them.
+        """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]`` float32, or
+        the list of the results of functions of them.
 
         Args:
             token_ids_list: The contexts.
@@ -136,7 +140,7 @@ class RowsMixin(TextMixin):
                 Otherwise the first exception ends the call.
 
         Raises:
-            InvalidInputError: there are more of ``then`` than contexts, or fewer; or
+            InvalidInputError: the number of ``then`` is not that of the contexts, or
                 ``return_exceptions`` is given without ``then``.
         """
         queries = self._queries(token_ids_list, lora_name)
@@ -230,8 +234,8 @@ class RowsMixin(TextMixin):
     def next_token_logprobs_uncached(
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
-        """The row of one context, blocking, computed alone and from its tokens: neither the output
-        cache nor the KV cache is used."""
+        """The row of one context, ``[len(lm.byte_vocab)]`` float32, computed alone from its tokens:
+        neither the output cache nor the KV cache is read. Blocks."""
         query = evolve(self._query(token_ids, lora_name), cold=True)
         row: torch.Tensor = self._batcher.ask((query,), the_copy)
         return row

@@ -15,7 +15,7 @@ from genlm.core.types import SamplingParams, TokenIds
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How to draw, as keywords; :meth:`AsyncLM.sample` explains each."""
+    """Keywords that say how to draw; :meth:`AsyncLM.sample` explains each."""
 
     temperature: float
     seed: int | None
@@ -29,15 +29,15 @@ class SamplingOptions(TypedDict, total=False):
 class Particle:
     """A drawn continuation as a weighted particle, which :meth:`AsyncLM.sample_particles` gives.
 
-    Its two log-probabilities are sums over all the tokens drawn, the stop token among them.
+    Both log-probabilities are sums over all drawn tokens, the stop token included, in nats.
 
     Attributes:
         token_ids: The continuation, without the stop token.
-        stop_token_id: The token that ended it; ``None`` where ``max_tokens`` did.
-        logprob: The log-probability under the model: of the rows that ``next_token_logprobs``
-            gives.
-        proposal_logprob: That under what it was drawn from: the model after ``temperature``,
-            ``top_k``, ``top_p`` and ``min_p``.
+        stop_token_id: The stop token that ended it; ``None`` if it ended at ``max_tokens``.
+        logprob: The log-probability under the model, that is, by the rows of
+            ``next_token_logprobs``.
+        proposal_logprob: The log-probability under the distribution that it was drawn from: the
+            model after ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
     """
 
     token_ids: TokenIds

@@ -14,9 +14,10 @@ class Score(NamedTuple):
     """The score of a continuation, as lm-evaluation-harness needs it.
 
     Attributes:
-        logprob: Its log-probability given its context: the sum over its tokens, in nats.
-        is_greedy: Whether greedy decoding gives it: each token is the most likely one where it
-            stands (lowest id on a tie).
+        logprob: The continuation's log-probability given its context: the sum over its tokens, in
+            nats.
+        is_greedy: Whether greedy decoding gives the continuation: each of its tokens is the most
+            likely one at its position (lowest id on a tie).
     """
 
     logprob: float

@@ -33,7 +33,7 @@ class TopToken(NamedTuple):
     Attributes:
         token: The token: its bytes and its id.
         text: The token as a string, for display.
-        logprob: Its log-probability.
+        logprob: The token's log-probability, in nats.
     """
 
     token: Token
@@ -59,13 +59,13 @@ class TextMixin:
 
     @property
     def byte_vocab(self) -> list[Token]:
-        """The tokens; ``byte_vocab[i].token_id == i``. It is the model's own list, and long: copy
-        it before you sort or change it."""
+        """All tokens, by id: ``byte_vocab[i].token_id == i``. This is the model's own list: copy it
+        before you sort or change it."""
         return self._engine.byte_vocab
 
     @property
     def str_vocab(self) -> list[str]:
-        """The tokens as strings, for display."""
+        """All tokens as strings, by id, for display."""
         return self._engine.str_vocab
 
     @property
@@ -81,8 +81,8 @@ class TextMixin:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The tokens that end a text: those that the tokenizer names, and those that the engine
-        does, by the model's ``generation_config.json``. There may be none."""
+        """The tokens that end a text: the tokenizer's end-of-sequence token, and the tokens that
+        the model's ``generation_config.json`` lists. May be empty."""
         named = getattr(self._engine.tokenizer, "eos_token_id", None)
         own = [] if named is None else [named] if isinstance(named, Integral) else named
         return list(dict.fromkeys(int(each) for each in (*own, *self._engine.eos_token_ids)))
@@ -93,9 +93,9 @@ class TextMixin:
         This and the other methods for text also work after :meth:`close`: they need no engine.
 
         Raises:
-            InvalidInputError: ``text`` is not a string, or not one that UTF-8 can write.
-            InvalidOptionError: the tokenizer has no such option, or it asks for something other
-                than a list of ids.
+            InvalidInputError: ``text`` is not a string, or UTF-8 cannot encode it.
+            InvalidOptionError: the tokenizer has no such option, or the option makes its result
+                something other than a list of ids.
         """
         if not isinstance(text, str):
             raise InvalidInputError(
@@ -110,7 +110,7 @@ class TextMixin:
         ``decode``.
 
         Raises:
-            InvalidQueryError: they are not token ids.
+            InvalidQueryError: ``token_ids`` has an element that is not a token id.
             InvalidOptionError: the tokenizer has no such option.
         """
         self._check_options("decode", options)
@@ -126,10 +126,11 @@ class TextMixin:
 
         Args:
             messages: ``{"role": "user", "content": "..."}``, in order. With
-                ``continue_final_message=True`` the last one is the beginning of the answer, with
-                the white space at its ends. Where the template would leave a text out, as those of
-                multimodal models may do, it gets each text as a list of one part.
-            **options: Those of the tokenizer's ``apply_chat_template``.
+                ``continue_final_message=True`` the last message is the beginning of the answer,
+                white space at its ends included. Templates of multimodal models may leave out a
+                text that is given as a string; such a template gets each text as a list of one
+                part.
+            **options: Options of the tokenizer's ``apply_chat_template``.
 
         Raises:
             InvalidInputError: ``messages`` is not a list of dicts, each with a role, or the

@@ -31,33 +31,33 @@ CONTAINERS = (tuple, list, dict)
 
 
 class together(Generic[R]):
-    """Makes a function of the rows of many callers what each caller gives as ``then``.
+    """Turn a function of rows into one that makes the argument ``then`` of each caller.
 
     The function runs on the engine thread, on the device where the rows are. Callers whose rows
-    come from one step share one call. So a program waits for a GPU once a step, and no caller gets
-    a row of its own. A large step takes several calls: on a CPU each call gets as many rows as its
-    cache holds, on an accelerator as many as take 256 MiB.
+    come from one step share one call. So a program waits for a GPU once for each step, and no
+    caller gets its own copy of a row. A large step takes several calls: on a CPU each call gets as
+    many rows as its cache holds, on an accelerator as many as take 256 MiB.
 
-    The result must depend on the caller's row and arguments alone: after an exception the function
-    is called again for fewer callers, down to those for whom it raises alone, and these get the
-    exception. So the failure of one caller concerns no other, and what is too large for the memory
-    is computed in parts.
+    The result for a caller must depend on that caller's row and arguments alone. If a call raises,
+    the function is called again for fewer callers at a time, until it raises for a single one, who
+    gets the exception. So one caller's failure does not reach the others, and calls that need too
+    much memory are split.
 
-    While the function runs, its model waits: it must not block. It may ask other models; its own
-    model raises a :class:`~genlm.core.errors.ReentrancyError`. ``SystemExit`` and
+    The model waits while the function runs, so the function must not block. It may ask other
+    models; its own model raises a :class:`~genlm.core.errors.ReentrancyError`. ``SystemExit`` and
     ``KeyboardInterrupt`` end the model, as from a hook.
 
     Args:
         function: ``f(rows, first_arguments, second_arguments, ...)``. ``rows`` is a matrix
             ``[k, len(lm.byte_vocab)]`` of float32 log-probabilities, a row for each of ``k``
             callers; the function may write into it. Each further argument is a list of length
-            ``k``: what the callers have given in that place. It returns ``k`` results: a list, or
-            a tensor with ``k`` rows. An exception among them is raised by its caller alone. A
+            ``k``: the values that the callers gave for it. The function returns ``k`` results: a
+            list, or a tensor with ``k`` rows. If a result is an exception, that caller raises it. A
             result that is a view of a larger tensor is copied, also inside a tuple, list or dict,
-            so that it keeps no other result and no row alive.
+            so that it keeps no other result and no row in memory.
 
     Raises:
-        InvalidInputError: it is not a function, or it is a coroutine function.
+        InvalidInputError: ``function`` is not a function, or it is a coroutine function.
 
     Examples:
         >>> import asyncio
@@ -105,7 +105,14 @@ class together(Generic[R]):
     def results_of(
         self, calls: Sequence[tuple[Then[R], Sequence[torch.Tensor]]]
     ) -> list[R | Exception]:
-        """The result of each caller, or the exception in its place."""
+        """The result of each caller, or the exception in its place.
+
+        For engines that apply functions of rows themselves.
+
+        Args:
+            calls: For each caller its ``then``, which must belong to this function, and a list of
+                its one row.
+        """
         thens, results = zip(*calls, strict=True)
         rows: Sequence[torch.Tensor] = [*chain.from_iterable(results)]  # one row each
         given: Sequence[Sequence[Any]] = [*map(attrgetter("given"), thens)]

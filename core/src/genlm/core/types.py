@@ -21,6 +21,11 @@ class Adapter:
     Binding a name again makes a new ``Adapter`` with a new ``version``. Versions start at 1, grow,
     and are never reused while the model lives, so ``version`` alone may be an engine's key for
     weights and kept state.
+
+    Attributes:
+        name: The name that the adapter was bound to.
+        path: The adapter's folder, as the user gave it.
+        version: The number of the binding.
     """
 
     name: str
@@ -50,16 +55,20 @@ class Query:
 
     @property
     def token_ids(self) -> TokenIds:
-        """The context as a tuple, made when it is first needed."""
+        """The context as a tuple of ids, made when it is first asked for."""
         return self.context.token_ids
 
     @property
     def length(self) -> int:
-        """How many tokens the context has; needs no tuple of them."""
+        """The number of tokens in the context. Does not make the tuple of ids."""
         return self.context.length
 
     def extended(self, token_ids: TokenIds) -> Query:
-        """The same query with ``token_ids``, which must be valid, after its context."""
+        """A query for this context followed by more tokens, with the same adapter and ``cold``.
+
+        Args:
+            token_ids: The tokens, which the caller has checked.
+        """
         return Query(self.context.followed_by(token_ids), self.adapter, self.cold)
 
     def __hash__(self) -> int:
@@ -81,16 +90,18 @@ class Query:
 class SamplingParams:
     """How to draw one continuation. The core has checked every field.
 
-    The order is temperature, then ``top_k``, then ``top_p`` of what remains, as in transformers
-    and vLLM; ``min_p`` comes last. Of equal probabilities at the edge of ``top_k`` or ``top_p`` the
-    core keeps the lowest ids; an engine's own sampler may keep them all, as vLLM's does.
+    The filters apply in this order, as in transformers and vLLM: temperature, ``top_k``, ``top_p``
+    of the remaining mass, ``min_p``. If tokens at the edge of ``top_k`` or ``top_p`` have equal
+    probabilities, the core keeps the lowest ids; an engine's own sampler may keep all of them, as
+    vLLM's does.
 
     Attributes:
         max_tokens: The most tokens to draw; at least 1.
         stop_token_ids: Drawing one of these ends the continuation; it is not part of the result.
         temperature: Divides the log-probabilities before drawing; 0 takes the most likely token
             (lowest id on a tie).
-        seed: Fixes the result, for any other requests in the batch; ``None`` draws fresh entropy.
+        seed: Makes the result reproducible, whatever else is in the batch; ``None`` takes fresh
+            entropy.
         top_k: Draw among the ``top_k`` most likely tokens; ``None`` is all.
         top_p: Draw among the fewest most likely tokens that together have at least this share of
             the remaining mass; ``None`` is all.
@@ -109,7 +120,12 @@ class SamplingParams:
 
 @frozen(eq=False)
 class SampleRequest:
-    """A request for one continuation. No two are equal: each is a separate draw."""
+    """A request for one drawn continuation. No two are equal: each is a separate draw.
+
+    Attributes:
+        query: The context and the adapter.
+        params: How to draw.
+    """
 
     query: Query
     params: SamplingParams
@@ -117,7 +133,12 @@ class SampleRequest:
 
 @frozen
 class ScoreRequest:
-    """A request for the log-probability of each token of a continuation."""
+    """A request for the log-probability of each token of a continuation.
+
+    Attributes:
+        query: The context and the adapter.
+        continuation: The tokens to score; at least one.
+    """
 
     query: Query
     continuation: TokenIds
@@ -125,12 +146,12 @@ class ScoreRequest:
 
 @frozen(eq=False)
 class ReductionRequest:
-    """A request for what a function makes of a row, where the row is. No two are equal: each has
-    arguments of its own.
+    """A request for the result of a function of a row, computed on the row's device. No two are
+    equal: each has its own arguments.
 
     Attributes:
-        query: Asks for the row.
-        then: The function, ``then.function``, with the caller's arguments, ``then.given``: a
+        query: The context and the adapter of the row.
+        then: The function (``then.function``) and the caller's arguments (``then.given``): a
             :class:`~genlm.core.together.Then`.
     """
 
@@ -147,8 +168,12 @@ def query_of(request: Request) -> Query:
 
 
 def why_unavailable(info: BackendInfo) -> str | None:
-    """Which modules are not installed, or that the engine is of another version, with the remedy;
-    ``None`` if all is there."""
+    """The reason why a backend cannot run here, with the remedy; ``None`` if it can.
+
+    Args:
+        info: The backend. The modules of ``info.needs`` must be installed, and the installed
+            version of ``info.engine`` must satisfy ``info.versions``.
+    """
     if missing := [name for name in info.needs if find_spec(name) is None]:
         remedy = info.install or f"pip install {' '.join(missing)}"
         return f"{' and '.join(missing)} not installed; {remedy}"
@@ -210,8 +235,8 @@ class Stats:
         requests: Requests by any method: rows, draws and scores.
         cache_hits: Requests answered from the output cache.
         dedup_hits: Requests that shared the answer of an equal pending one.
-        cancelled: Requests whose callers had gone before the engine took them, or while they were
-            in flight, if the engine drops such requests.
+        cancelled: Requests whose callers were cancelled before the engine took them; also while
+            they were in flight, if the engine drops such requests.
         failed: Requests that ended in an error.
         batches: Calls of the engine's evaluation hooks that answered something.
         rows: Rows that the engine computed.
@@ -222,15 +247,15 @@ class Stats:
         failed_calls: Calls of the engine's evaluation hooks that raised. The core asks again in
             smaller parts, so a caller may notice only that it is slower; the first one is logged as
             a warning.
-        queue_seconds: From when requests were released to the engine thread until it took them.
-            This and the following are wall time.
-        engine_seconds: Spent in the engine's evaluation hooks.
-        alignment_seconds: Spent bringing rows to the tokenizer's vocabulary, and in
+        queue_seconds: Time from the release of requests to the engine thread until it took them.
+            This and the following are seconds of wall time.
+        engine_seconds: Time in the engine's evaluation hooks.
+        alignment_seconds: Time for fitting rows to the tokenizer's vocabulary, and in
             ``genlm_process_logprobs``.
-        caching_seconds: Spent by the engine thread looking in the output cache again, and keeping
-            new rows there.
-        delivery_seconds: From when rows were ready until their callers' futures had them; summed
-            over event loops.
+        caching_seconds: The engine thread's time for looking in the output cache again, and for
+            storing new rows there.
+        delivery_seconds: Time from when rows were ready until their callers' futures had them,
+            summed over event loops.
     """
 
     requests: int = 0
@@ -252,8 +277,8 @@ class Stats:
     delivery_seconds: float = 0.0
 
     def __sub__(self, before: Stats) -> Stats:
-        """The work since ``before``, an earlier value of the same model. Only ``largest_batch`` is
-        that of the whole time, since a difference does not show it."""
+        """The work since ``before``, an earlier value of the same model. Only ``largest_batch``
+        covers the whole time, because a difference of maxima has no meaning."""
         if not isinstance(before, Stats):
             return NotImplemented
         earlier = before.as_dict()
@@ -284,8 +309,8 @@ class Answer(NamedTuple):
             :class:`ScoreRequest` or a :class:`ReductionRequest`.
         result: The result, or the request's own exception. For a query the row,
             ``[vocab_size]`` float32 log-probabilities. For a draw the ids drawn, without the stop
-            token. For a score ``[len(continuation)]`` float32 log-probabilities. If it is
-            ``None`` for a draw or a score, the core makes that from rows.
+            token. For a score ``[len(continuation)]`` float32 log-probabilities. If it is ``None``
+            for a draw or a score, the core computes the draw or score from rows.
     """
 
     request: Request
@@ -313,10 +338,10 @@ class Engine(Protocol):
     Attributes:
         tokenizer: A Hugging Face tokenizer, or any object with the methods of :class:`Tokenizer`.
         vocab_size: The width of the engine's rows; token ids in ``range(vocab_size)`` are valid
-            input. It may exceed the tokenizer's vocabulary (padded embeddings): the core drops the
-            surplus and renormalises, where ``genlm_step`` has not left it out.
-        max_context: The longest context, in tokens, whose next-token row can be asked; ``None`` if
-            there is no limit.
+            input. It may exceed the tokenizer's vocabulary (padded embeddings): the core then drops
+            the surplus and renormalises, unless ``genlm_step`` has left the surplus out.
+        max_context: The longest context, in tokens, for which a row can be asked; ``None`` if there
+            is no limit.
         device: Where rows live, as PyTorch spells it: ``"cpu"``, ``"cuda:0"``.
         model: The engine's own model object, given to users as ``lm.underlying_model``.
 

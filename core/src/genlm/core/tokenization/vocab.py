@@ -23,22 +23,22 @@ def decode_vocab(
 ) -> tuple[list[Token], list[str]]:
     """The tokens of a tokenizer as bytes, and as strings.
 
-    The bytes of a token are those that it adds to a text. Joined over the ids of a text they are
-    its UTF-8, except for what the tokenizer's normalizer changes. SentencePiece, for instance, puts
-    a space before the text. The bytes follow from the tokenizer's own definition: model, decoder
-    and added tokens. No text is encoded to find them. Special tokens have ``token.is_special``, and
-    their literal text as bytes.
+    The bytes of a token are the bytes that it adds to a text. The bytes of the tokens of a text,
+    joined, are the text in UTF-8, except where the tokenizer's normalizer changes the text:
+    SentencePiece, for instance, puts a space before it. The bytes follow from the tokenizer's own
+    definition: model, decoder and added tokens. No text is encoded to find them. Special tokens
+    have ``token.is_special``, and their literal text as bytes.
 
-    A few tokenizers lose text all the same: where an added token strips the white space next to it
-    (``lstrip``, ``rstrip``), and where their model has no token for a character.
+    Two losses are not errors: an added token may strip the white space next to it (``lstrip``,
+        ``rstrip``), and a model may have no token for a character.
 
     Both lists have one more element than the largest id. An id without a token gives ``b""``.
-    Strings are for reading: several tokens may have the same.
+    The strings are for display: several tokens may have the same string.
 
     Args:
         tokenizer: A Hugging Face tokenizer, fast or slow; a tokenizer of the libraries tokenizers,
-            SentencePiece, tiktoken or mistral-common; or any object with ``token_bytes() ->
-            Sequence[bytes]``, which is believed.
+            SentencePiece, tiktoken or mistral-common; or any object with a method ``token_bytes()
+            -> Sequence[bytes]``, whose result is not verified.
         byte2str_fallback: What ``str_vocab`` holds for bytes that are not UTF-8. ``"tokenizer"``:
             the tokenizer's own name of the token (``convert_ids_to_tokens``), or ``"replace"`` if
             it has none. ``"latin1"``: the bytes read as Latin-1. ``"replace"``: U+FFFD.
@@ -47,10 +47,10 @@ def decode_vocab(
         ``(byte_vocab, str_vocab)``, with ``byte_vocab[i].token_id == i``.
 
     Raises:
-        InvalidOptionError: ``byte2str_fallback`` is not one of these.
+        InvalidOptionError: ``byte2str_fallback`` is none of the above.
         VocabularyError: The tokenizer loses bytes of the text (WordPiece does), or its family is
-            not known, or it has no token beside special ones; or its ``token_bytes()`` returns
-            something other than bytes.
+            not known, or it has special tokens only, or its ``token_bytes()`` returns something
+            other than bytes.
 
     Examples:
         >>> from genlm.core.mock import ByteTokenizer

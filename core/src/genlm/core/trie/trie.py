@@ -113,19 +113,20 @@ class TokenCharacterTrie:
     def weight_sum(self, ws: Any, dtype: Any = None) -> Any:
         """The sum of the weights of all items below each node.
 
-        Parts are disjoint and only ever added, so small masses keep their precision: the rounding
-        error is relative to each sum of weights that are not negative. It grows with the logarithm
-        of the number of items. NumPy computes in float64. An accelerator computes in float32, with
-        a relative error below 2e-6 for a vocabulary of today, or in float64 if ``dtype`` is that.
-        (MPS has no float64.)
+        Sums add disjoint parts and never subtract, so small masses keep their precision: for
+            weights that are not negative, the relative rounding error of each sum grows only with
+            the logarithm of the number of items. NumPy computes in float64. An accelerator computes
+            in float32, with a relative error below 2e-6 for today's vocabularies, or in float64 if
+            ``dtype`` asks for it. (MPS has no float64.)
 
         On an accelerator, a tensor is returned without waiting for the device.
 
         Args:
             ws: ``[len(decode)]`` Weights, by position: a NumPy array or PyTorch tensor of any float
-                dtype on any device, or a list. They may be of both signs. Where none is positive
-                and one negative, they are rejected as log-probabilities (on an accelerator only if
-                the result is an array: nothing waits for a tensor's values).
+                dtype on any device, or a list. They may have any sign, but weights of which none is
+                positive and one is negative are rejected, because they look like log-probabilities.
+                (On an accelerator this is checked only if the result is an array, because the check
+                must wait for the device.)
             dtype: What to return: ``np.float64`` or ``np.float32`` for an array; ``torch.float64``
                 or ``torch.float32`` for a tensor on the trie's device. The default is
                 ``np.float64``, and ``np.float32`` on an accelerator.
@@ -134,7 +135,7 @@ class TokenCharacterTrie:
             ``[len(trie)]`` Sums by node.
 
         Raises:
-            InvalidInputError: ``ws`` has another shape, or is of log-probabilities.
+            InvalidInputError: ``ws`` has another shape, or holds log-probabilities.
             InvalidOptionError: ``dtype`` is not one of these.
         """
         return self._reduce(SUM, ws, dtype, batch=False)[0]
@@ -167,8 +168,8 @@ class TokenCharacterTrie:
     # --- one node at a time -----------------------------------------------------------------------
 
     def find(self, prefix: Iterable[Hashable]) -> int | None:
-        """The node that ``prefix`` leads to, or ``None``. One binary search among siblings for each
-        symbol.
+        """The node that ``prefix`` leads to; ``None`` if no item begins with it. Makes one binary
+        search among siblings for each symbol.
 
         Check for ``None`` before you index with it: ``sums[None]`` is the whole array. For a
         model's row use :meth:`mass`.
@@ -194,17 +195,17 @@ class TokenCharacterTrie:
     def mass(self, row: Any, prefix: Iterable[Hashable], special: bool = False) -> float:
         """The probability that the next item begins with ``prefix``; 0.0 if no item does.
 
-        This is about the next *token*. The text may also begin with ``prefix`` by several shorter
-        tokens: :func:`~genlm.core.next_bytes.next_bytes_logprob` counts those too.
+        This is the probability of the next *token*. Several shorter tokens together may also begin
+        with ``prefix``: :func:`~genlm.core.next_bytes.next_bytes_logprob` counts those too.
 
         Args:
-            row: ``[len(decode)]`` Log-probabilities, as a model's row has them.
+            row: ``[len(decode)]`` Log-probabilities, such as a model's row.
             prefix: The first symbols.
             special: Whether special tokens count. Their bytes are names, such as ``<|im_end|>``,
                 and not text.
 
         Raises:
-            InvalidInputError: ``row`` has another shape or is not of log-probabilities, or
+            InvalidInputError: ``row`` has another shape or does not hold log-probabilities, or the
                 symbols are bytes and ``prefix`` is a str or has token ids.
         """
         with np.errstate(under="ignore"):  # the program may have set NumPy to raise on underflow
@@ -229,7 +230,8 @@ class TokenCharacterTrie:
     def positions_under(self, node: int) -> npt.NDArray[np.int64]:
         """The positions of the items below ``node``: for a vocabulary, their token ids.
 
-        In constant time; of a node that is no leaf, a slice of :attr:`positions`.
+        Takes constant time. For a node that is not a leaf, the result is a slice of
+        :attr:`positions`.
 
         Raises:
             InvalidInputError: There is no such node.
@@ -251,7 +253,7 @@ class TokenCharacterTrie:
             ws: One vector of weights, as for :meth:`weight_sum`.
 
         Raises:
-            InvalidInputError: ``ws`` has another shape or is of log-probabilities, or there is no
+            InvalidInputError: ``ws`` has another shape or holds log-probabilities, or there is no
                 such node.
         """
         return self._children(SUM, node, ws)
@@ -306,8 +308,8 @@ class TokenCharacterTrie:
     def children(self) -> list[dict[Any, int]]:
         """The edges of each node: symbol to node, and ``(None, position)`` to the leaf of an item.
 
-        So a walk from :attr:`root` visits the nodes that it wants, and finds the items that end
-        there. A leaf has no edges.
+        A walk from :attr:`root` along these edges reaches any node, and the leaves of the items
+        that end there. A leaf has no edges.
         """
         children: list[dict[Any, int]] = [{} for _ in range(len(self))]
         for node, parent, symbol in self._edges():
@@ -359,11 +361,12 @@ class TokenCharacterTrie:
     # --- for people -------------------------------------------------------------------------------
 
     def draw(self, ws: Any = None, max_nodes: int = 40) -> str:
-        """The trie as text, or the heaviest part of a large one: a node a line, with its weight.
+        """The trie as text, one node per line with its weight. Of a large trie, only the heaviest
+        part is drawn.
 
         Args:
-            ws: ``[len(trie)]`` Weights by node, such as :meth:`weight_sum` gives. Without them the
-                nodes with the most items below are drawn.
+            ws: ``[len(trie)]`` Weights by node, such as :meth:`weight_sum` gives. Without weights,
+                a node's weight is the number of items below it.
             max_nodes: The most nodes to draw.
 
         Raises:
