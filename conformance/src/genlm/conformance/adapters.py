@@ -35,8 +35,8 @@ class AdapterClauses:
 
     @advise("the adapter is not applied, or both names are given one path")
     def test_adapter_changes_the_rows(self, live: Subject) -> None:
-        """Each adapter has rows of its own: else the clauses on adapters would hold of an engine
-        that ignores them."""
+        """Each adapter changes the rows. (Otherwise an engine that ignores adapters would pass the
+        other clauses.)"""
         names = [None, *live.needs_adapters()]
         context = live.contexts.stem[:8]
         for i, name in enumerate(names):
@@ -53,8 +53,8 @@ class AdapterClauses:
         "adapters_in_turn",
     )
     def test_adapters_in_one_batch(self, live: Subject) -> None:
-        """Requests with different adapters and none, asked together, each get the row of theirs,
-        also for one context."""
+        """Requests under different adapters and under none, asked for together, also for the same
+        context, each get the row of their own adapter."""
         names = [None, *live.needs_adapters()]
 
         queries = st.tuples(live.contexts.any(), st.sampled_from(names))
@@ -67,8 +67,8 @@ class AdapterClauses:
 
     @advise("kept state is found without its adapter", "adapters_in_one_batch")
     def test_adapters_in_turn(self, live: Subject) -> None:
-        """The same contexts with one adapter after the other: nothing kept under one serves
-        another."""
+        """The same contexts are asked for under one adapter after the other: no state kept under
+        one adapter is used for another."""
         names = [None, *live.needs_adapters()]
 
         @for_all(
@@ -92,8 +92,8 @@ class AdapterClauses:
 
     @advise("weights or state are kept by name; keep them by adapter.version", "removed_adapter")
     def test_rebound_adapter(self, live: Subject) -> None:
-        """A name that is bound to another adapter gives that one's rows from then on, whatever was
-        cached under it."""
+        """After a name is bound to another adapter, rows under that name are those of the new
+        adapter, whatever was cached before."""
         first, second, *_ = live.needs_adapters(2)
 
         @for_all(
@@ -132,8 +132,8 @@ class AdapterClauses:
 
     @advise("removing one adapter touches the others, or clearing state does", "rebound_adapter")
     def test_removed_adapter(self, live: Subject) -> None:
-        """A removed adapter is unknown, the base model and the other adapters are as before, and it
-        can come back."""
+        """A removed adapter is unknown, rows of the base model and of the other adapters are
+        unchanged, and the adapter can be added again."""
         name, *_ = live.needs_adapters()
 
         def removed_adapter(context: TokenIds) -> None:
@@ -162,8 +162,8 @@ class AdapterClauses:
         capability="adapters in flight",
     )
     def test_adapters_changed_in_flight(self, live: Subject) -> None:
-        """Adapters are bound anew, removed and added while rows, a score and a cancelled draw with
-        them are in flight: each request has the adapter that its name stood for when it was
+        """Names are bound again, adapters are removed and added while rows, a score and a cancelled
+        draw under them are in flight: each request uses the adapter that its name had when it was
         asked."""
         first, second, *_ = live.needs_adapters(2)
         changes: dict[str, Callable[[], None]] = {
@@ -242,8 +242,8 @@ class AdapterClauses:
 
     @advise("more adapters than places: one is evicted silently", "adapters_in_one_batch")
     def test_many_adapters(self, live: Subject) -> None:
-        """More adapters than an engine may have places for: each keeps its rows, in one batch and
-        in turn."""
+        """More adapters than an engine may have slots for keep their own rows, in one batch and in
+        turn."""
         first, second, *_ = live.needs_adapters(2)
         context = live.contexts.stem[:4]
         rows = [live.cold(context, first), live.cold(context, second)]

@@ -49,9 +49,9 @@ class CapacityClauses:
         capability="cancelling",
     )
     def test_cancelled_requests_give_their_places_back(self, live: Subject) -> None:
-        """Hundreds of requests are cancelled while they are in flight. Afterwards as many run
-        together as before: some draws, or long rows, take no more calls of the engine, and a
-        short one does not wait for a long one."""
+        """After hundreds of requests are cancelled in flight, as many requests as before run
+        together: draws or long rows take no more calls of the engine, and a short request does not
+        wait for a long one."""
         if not live.lm.supports("genlm_step", "dropped"):
             pytest.skip("the engine takes nothing back (genlm_step without `dropped`)")
         contexts = live.contexts
@@ -141,8 +141,8 @@ class CapacityClauses:
         capability="pins",
     )
     def test_prompt_pinned_twice_is_cleared_once(self, live: Subject) -> None:
-        """A prompt that is pinned several times and cleared once, again and again, is always
-        pinned, and its extensions have their cold rows: what is pinned twice is given back."""
+        """A prompt that is pinned several times and cleared once, over and over, can always be
+        pinned, and its extensions have their cold rows: one clear releases repeated pins."""
         live.needs("genlm_cache_prefix")
         contexts = live.contexts
         room = min(live.longest, contexts.limit - 1)
@@ -174,10 +174,9 @@ class CapacityClauses:
         capability="pins",
     )
     def test_contexts_beside_as_many_pins_as_fit(self, live: Subject) -> None:
-        """Prompts are pinned until the engine rejects one, or there are many. Beside them long
-        contexts, their extensions, and draws and scores that are asked together are those of their
-        tokens, or are rejected; so are the extensions of what is pinned. After a clear nothing is
-        rejected."""
+        """Prompts are pinned until the engine rejects one, or there are many. Then long contexts,
+        extensions of these and of the pinned prompts, and draws and scores are right, or are
+        rejected. After a clear nothing is rejected."""
         live.needs("genlm_cache_prefix")
         contexts = live.contexts
         room = min(live.longest, contexts.limit - 4)
@@ -252,7 +251,7 @@ class CapacityClauses:
     )
     def test_many_short_prompts_are_pinned(self, live: Subject) -> None:
         """Dozens of short prompts are pinned, until the engine rejects one, and hundreds of other
-        contexts asked for. Then each prompt, extended by a token, has its cold row."""
+        contexts are asked for. Then each pinned prompt, extended by a token, has its cold row."""
         live.needs("genlm_cache_prefix")
         count = live.scaled(48, 24)
         many = live.contexts.many(OTHER_CONTEXTS + count)
@@ -281,8 +280,8 @@ class CapacityClauses:
         capability="pins",
     )
     def test_pins_end_with_their_adapter(self, live: Subject) -> None:
-        """An adapter is bound, prompts are pinned with it, it is removed, and all state is
-        cleared. Then so much is asked that any memory is used again: no two contexts share it."""
+        """Prompts are pinned under an adapter, the adapter is removed, and all state is cleared.
+        Then enough is asked for to reuse all memory: no two contexts share it."""
         live.needs("genlm_cache_prefix")
         name = live.needs_adapters()[0]
         contexts = live.contexts

@@ -51,8 +51,8 @@ class ContentionClauses:
         "short requests are always served first", "nobody_is_passed_over", capability="fairness"
     )
     def test_nobody_waits_behind_a_crowd(self, live: Subject) -> None:
-        """A long row, a draw and a score are answered, and right, while 64 callers with short
-        contexts each ask again when the call after their answer ends."""
+        """A long row, a draw and a score are answered, correctly, while 64 callers with short
+        contexts ask again soon after each answer."""
         callers = live.scaled(64, 32)
         contexts = live.contexts
         crowd = contexts.many(callers * REQUESTS_A_CALLER)
@@ -147,8 +147,8 @@ class ContentionClauses:
         capability="fairness",
     )
     def test_row_during_a_draw(self, live: Subject) -> None:
-        """While a long draw is under way another one comes, then a third, then a row: it is
-        answered before any draw ends, and is right."""
+        """While long draws run, a row that is asked for is answered before any of the draws ends,
+        and is right."""
         row = live.contexts.long(3, 2)
         long, length = self._long_draw(live)
         live.cold(row)
@@ -186,8 +186,8 @@ class ContentionClauses:
         capability="cancelling",
     )
     def test_cancelled_draw_ends(self, live: Subject) -> None:
-        """A long draw whose caller has gone is not drawn to its end, and what is asked next is
-        right."""
+        """A cancelled long draw is not drawn to its end, and later requests get the right
+        answers."""
         long, length = self._long_draw(live)
         takes = live.lm.supports
         if takes("genlm_step", "samples") and not takes("genlm_step", "dropped"):
@@ -309,8 +309,8 @@ class ContentionClauses:
         capability="fairness",
     )
     def test_nobody_is_passed_over(self, live: Subject) -> None:
-        """A row and a draw are answered within a bounded number of calls of the engine, while every
-        call brings another request."""
+        """A row and a draw are answered within a bounded number of calls of the engine, although
+        every call brings another request."""
         elsewhere = live.lm.supports("genlm_wake")
         bound = MAX_CALLS_ELSEWHERE if elsewhere else MAX_CALLS
         contexts = live.contexts.many(bound + 12)

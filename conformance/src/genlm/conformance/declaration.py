@@ -17,32 +17,36 @@ if TYPE_CHECKING:
 
 
 class Declaration:
-    """Which model a suite tests, how it is loaded, and what is known of it.
+    """The model that a suite tests: how to load it, and what is known about it.
 
-    An attribute may be a property, for paths that are made when the tests run.
+    An attribute may be a property, for paths that exist only when the tests run.
 
     Attributes:
         backend: The name of the entry point.
         model: What ``load_model_by_name`` takes.
         adapters: Paths of two or more LoRA adapters of that model, by name. With fewer, some
             clauses are skipped.
-        atol: The tolerance of probabilities; ten times that of the top log-probabilities. For other
-            types than float32 see :data:`~genlm.conformance.compare.ATOL`.
+        atol: The absolute tolerance of probabilities. The largest log-probabilities may differ by
+            ten times as much. :data:`~genlm.conformance.compare.ATOL` has values for other types
+            than float32.
         options: Further ``llm_opts``.
         effort: Multiplies the numbers of examples; 0.1 takes about a tenth of the time.
-        patience: The most seconds to wait for what must happen before the suite says that it hangs.
-        deadline: The most seconds of a whole run; what was found until then is told. With an
-            ``effort`` above 1, so many times more.
-        longest: The longest context to ask, in tokens; ``None`` is what the engine can bear.
-        window: How many tokens back the model looks; ``None`` is all of them.
-        ignores_tokens: Whether the model may give contexts that differ the same row, as a back-off
-            model does.
-        reference: Another backend that takes the same model, to compare the cold rows with.
-        second_model: Whether a second model of the backend has room in the process.
-        text_is_normalised: Whether the tokenizer changes text, for instance to lower case.
-        seed: Chooses the examples; the same seed gives the same ones in every run.
-        excused: What the engine is not asked for, with the reason, by the names of
-            :data:`~genlm.conformance.advice.CAPABILITIES`. The report says so.
+        patience: The most seconds to wait for an event before the suite reports a hang.
+        deadline: The most seconds of a whole run; the suite then reports what it has found. An
+            ``effort`` above 1 multiplies it.
+        longest: The longest context to ask for, in tokens; ``None`` lets the suite choose by the
+            time that a row takes.
+        window: The number of last tokens that a row depends on; ``None`` means all tokens.
+        ignores_tokens: Whether different contexts may have the same row, as in a back-off model.
+        reference: The name of another backend that takes the same model. Cold rows are compared
+            with its rows.
+        second_model: Whether a process can hold a second model of the backend.
+        text_is_normalised: Whether the tokenizer changes text before it encodes it, for instance to
+            lower case.
+        seed: Chooses the examples; equal seeds give equal examples in every run.
+        excused: Capabilities that are not tested, by their names in
+            :data:`~genlm.conformance.advice.CAPABILITIES`, each with the reason. The report lists
+            them.
     """
 
     backend: str
@@ -64,7 +68,7 @@ class Declaration:
 
     def load(self, **core: Any) -> AsyncLM:
         """Load the model with further options of the core, such as ``wrappers`` and ``check``.
-        Override it for a model that is made in another way."""
+        Override this method for a model that is made in another way."""
         wrappers = [*self.options.get("wrappers", ()), *core.pop("wrappers", ())]
         options = {**self.options, **core, "wrappers": wrappers}
         return load_model_by_name(os.fspath(self.model), self.backend, options)
@@ -72,9 +76,17 @@ class Declaration:
     def reference_rows(
         self, contexts: Sequence[TokenIds], adapter: str | None = None
     ) -> Sequence[torch.Tensor] | None:
-        """The rows of some contexts under the base model, or under one of :attr:`adapters`,
-        computed without the backend, each as wide as ``lm.byte_vocab``; ``None`` where there are
-        none. Override it, or set :attr:`reference`."""
+        """Reference rows, computed without the backend. Override this method, or set
+        :attr:`reference`.
+
+        Args:
+            contexts: The contexts.
+            adapter: One of the names in :attr:`adapters`; ``None`` is the base model.
+
+        Returns:
+            For each context ``[len(lm.byte_vocab)]`` log-probabilities; ``None`` if there is no
+            reference.
+        """
         if self.reference is None:
             return None
         with load_model_by_name(os.fspath(self.model), self.reference) as lm:
@@ -86,12 +98,12 @@ class Declaration:
             return [row.cpu() for row in rows]
 
     def fail_inside(self, lm: AsyncLM) -> Callable[[int], AbstractContextManager[None]] | None:
-        """A way to make the engine itself fail in the middle of its work; ``None`` where there is
-        none. Override it for an engine whose model is not a torch module in this process.
+        """A way to make the engine fail in the middle of an evaluation; ``None`` if there is none.
+        Override this method for an engine whose model is not a torch module in this process.
 
         Returns:
-            A function of a number, which returns a context manager. Inside the context manager, so
-            many of the next evaluations fail.
+            A function of a number ``n`` that returns a context manager. Inside the context manager,
+            the next ``n`` evaluations fail.
         """
         return failing_forward(lm.underlying_model)
 

@@ -49,8 +49,8 @@ class ExtremeClauses:
         capability="extremes",
     )
     def test_top_k_beyond_the_vocabulary(self, live: Subject) -> None:
-        """A ``top_k`` of as many tokens as there are, or of more, is none: a seeded draw is the
-        same with it and without."""
+        """A ``top_k`` of at least the vocabulary's size has no effect: a seeded draw is the same
+        with it and without."""
         live.needs_little_rounding()
         size = len(live.lm.byte_vocab)
 
@@ -69,8 +69,8 @@ class ExtremeClauses:
 
     @advise("temperatures are clamped", "frequencies_agree_with_rows", capability="extremes")
     def test_large_temperature_is_flat(self, live: Subject) -> None:
-        """At a temperature of 1e6 all tokens are as likely: draws are from all over the
-        vocabulary, and the most likely tokens come no more often than others."""
+        """At a temperature of 1e6 all tokens are about equally likely: draws come from the whole
+        vocabulary, and the most likely tokens are drawn no more often than others."""
         prompt = live.contexts.stem[:4]
         size = live.contexts.vocab_size
         count = live.scaled(400, 200)
@@ -92,8 +92,8 @@ class ExtremeClauses:
         capability="extremes",
     )
     def test_every_token_stops(self, live: Subject) -> None:
-        """Whatever token a draw begins with, the same draw with it as its stop token is empty:
-        also as one of hundreds of stop tokens."""
+        """If a draw begins with a token, the same draw with that token as a stop token is empty,
+        also if it is one of hundreds of stop tokens."""
         live.needs_little_rounding()
         contexts, how = live.contexts, {**steady(live), "temperature": 1000.0}
         prompt = contexts.stem[:4]
@@ -127,8 +127,8 @@ class ExtremeClauses:
         capability="extremes",
     )
     def test_all_tokens_but_one_stop(self, live: Subject) -> None:
-        """With all tokens but one as stop tokens a draw is of that one alone, as often as it comes
-        before another."""
+        """With all tokens but one as stop tokens, a draw consists of that token only, repeated as
+        often as it is drawn before another."""
         contexts = live.contexts
         prompt, size = contexts.stem[:4], len(live.lm.byte_vocab)
         if size > 1 << 17:

@@ -24,8 +24,8 @@ class FaultClauses:
         capability="errors",
     )
     def test_error_inside_the_engine(self, live: Subject) -> None:
-        """An error in the middle of a batch, with adapters and without: whoever gets no row gets
-        the error, and the same batches are right afterwards."""
+        """After an error in the middle of a batch, with adapters and without, each request without
+        a row gets the error, and the same batches then have the right rows."""
         names = [None, *live.loras][:3]
         most = live.contexts.limit - 1
         contexts = [live.contexts.long(min(n, most), i) for i, n in enumerate((3, 3, 5, 18))]
@@ -50,8 +50,8 @@ class FaultClauses:
 
     @advise("state is kept before it is computed", "error_inside_the_engine", capability="errors")
     def test_state_after_an_error(self, live: Subject) -> None:
-        """A row, a draw, a score or a pin that fails half-way leaves no half of its state: the same
-        context, what it began with, and what goes on from it are right afterwards."""
+        """A row, draw, score or pin that fails part-way leaves no incomplete state: the same
+        context, its prefixes and its extensions are right afterwards."""
         most = min(live.longest, live.contexts.limit - 4)
         tail = tuple(live.contexts.tokens[:3])
         lengths = sorted({min(n, most) for n in (5, 33, 130)})

@@ -22,8 +22,8 @@ class HistoryClauses:
 
     @advise("contexts that fork from one parent write into one state", "forked_contexts")
     def test_growing_particles(self, live: Subject) -> None:
-        """A dozen contexts behind one prompt grow token by token, fork and end, as in sequential
-        Monte Carlo; rows stay cold."""
+        """A dozen contexts with one prompt grow token by token, fork and end, as in sequential
+        Monte Carlo; all have their cold rows."""
         contexts = live.contexts
         steps = min(live.scaled(24, 20), contexts.limit - 24)
         if steps < 2:
@@ -41,8 +41,8 @@ class HistoryClauses:
 
     @advise("a long context changes tables that short ones read", "cold_row_is_repeatable")
     def test_two_long_contexts_in_turn(self, live: Subject) -> None:
-        """One very long context, then short ones, then another long one and the first again: each
-        has the row that it had before."""
+        """A very long context, short ones, another long one, and the first again: each has the same
+        row as before."""
         contexts = live.contexts
         short = [contexts.stem[:n] for n in (1, 3, 12) if n <= contexts.limit]
         before = {context: live.lm.next_token_logprobs_uncached(context) for context in short}
@@ -63,8 +63,8 @@ class HistoryClauses:
         capability="weights",
     )
     def test_weights_changed_in_place(self, live: Subject) -> None:
-        """Where the model is a torch module: after its weights have changed, a cold row has nothing
-        of the old ones, and no row after ``clear_cache`` and ``clear_kv_cache``."""
+        """If the model is a torch module: after its weights change, cold rows use only the new
+        weights, and so do all rows after ``clear_cache`` and ``clear_kv_cache``."""
         from torch import nn
 
         model = live.lm.underlying_model
@@ -95,8 +95,7 @@ class HistoryClauses:
         "removed_adapter",
     )
     def test_oracle_has_not_changed(self, live: Subject) -> None:
-        """The first cold rows of the run are the cold rows still, after everything that was
-        asked."""
+        """The first cold rows of the run are still the cold rows at its end."""
         for context, row in live.expect.first_rows.items():
             what = f"the cold row of {brief(context)}, computed again after all other clauses"
             live.expect.same(live.lm.next_token_logprobs_uncached(context), row, what)
@@ -106,9 +105,10 @@ class HistoryClauses:
         "them"
     )
     def test_contract_is_kept_throughout(self, live: Subject) -> None:
-        """In every clause up to here the hooks returned what the contract says, left it alone
-        afterwards, woke the engine without an error, and raised of no requests because they came
-        together, unless memory ran out. (What another clause has said is not said again.)"""
+        """In every clause so far the hooks returned results that fit the contract, did not write
+        into them afterwards, were woken without an error, and did not fail requests only because
+        they came together, unless memory ran out. (Faults that another clause reported are not
+        repeated.)"""
         found = [str(violation) for violation in live.gate.violations] + live.gate.misdeeds
         found = [each for each in dict.fromkeys(found) if each not in live.gate.told]
         check(not found, "; ".join(found[:3]))
@@ -140,8 +140,8 @@ class GrowthClauses:
         capability="pins",
     )
     def test_pinned_contexts_are_moved_with_the_others(self, live: Subject) -> None:
-        """Contexts are pinned, state of others is freed, much more is asked, and the pinned ones
-        are extended, twice over: all have their cold rows."""
+        """Contexts are pinned, other state is freed, and much more is asked for; then the pinned
+        contexts are extended. After two rounds of this, all have their cold rows."""
         live.needs("genlm_cache_prefix")
         contexts = live.contexts
         room = contexts.limit - 2
@@ -173,8 +173,8 @@ class GrowthClauses:
         capability="pins",
     )
     def test_adapters_are_bound_and_pinned_again_and_again(self, live: Subject) -> None:
-        """Hundreds of times a name is bound anew and contexts are pinned with it, and nothing is
-        cleared: every pin is taken, and the rows are those of the adapter that is bound."""
+        """Hundreds of times a name is bound again and contexts are pinned under it, without any
+        clear: every pin is accepted, and rows are those of the current adapter."""
         live.needs("genlm_cache_prefix")
         names = live.needs_adapters(2)[:2]
         contexts = live.contexts

@@ -26,8 +26,8 @@ class IdentityClauses:
         capability="cancelling",
     )
     def test_dropped_under_one_adapter(self, live: Subject) -> None:
-        """One context is asked under the base model and under two adapters, and is dropped under
-        one of them: the other two are answered, and right."""
+        """One context is asked for under the base model and under two adapters, and one of these
+        requests is dropped: the other two get the right answers."""
         names = [None, *live.needs_adapters(2)[:2]]
         if not live.lm.supports("genlm_step", "dropped"):
             pytest.skip("the engine takes nothing back (genlm_step without `dropped`)")
@@ -79,9 +79,9 @@ class IdentityClauses:
         "equal_ends_behind_different_beginnings",
     )
     def test_chunks_in_another_order(self, live: Subject) -> None:
-        """Contexts that are made of the same chunks of 8, 16, 32 or 64 tokens in another order,
-        asked one after the other and then extended, have their cold rows: a block is found by
-        everything before it, in order."""
+        """Contexts made of the same chunks of 8, 16, 32 or 64 tokens in different orders, asked for
+        in turn and then extended, have their cold rows: kept blocks are identified by all tokens
+        before them, in order."""
         contexts = live.contexts
         room = min(live.longest, contexts.limit) - 1
         sizes = [size for size in CHUNK_TOKENS if 3 * size <= room]

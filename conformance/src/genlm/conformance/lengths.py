@@ -63,8 +63,8 @@ class LengthClauses:
         "extended_context",
     )
     def test_contexts_grow_across_every_length(self, live: Subject) -> None:
-        """A context that grows by a token across a power of two starts from what was kept, and has
-        its cold row."""
+        """A context that grows by a token across a power of two starts from kept state, and has its
+        cold row."""
         contexts, most = live.contexts, live.longest
         lengths = contexts.lengths(most)
         text = contexts.long(most, 1)
@@ -78,7 +78,8 @@ class LengthClauses:
         "chunks_in_another_order",
     )
     def test_forks_at_every_length(self, live: Subject) -> None:
-        """Contexts that leave a long one, early and late, have their cold rows."""
+        """Contexts that fork from a long context, near its beginning or near its end, have their
+        cold rows."""
         contexts, most = live.contexts, live.longest
         text = contexts.long(most)
         for length in contexts.lengths(most)[:: 1 if live.effort >= 1 else 3]:
@@ -89,8 +90,8 @@ class LengthClauses:
 
     @advise("beyond a length another kernel or dtype is used")
     def test_rows_are_as_precise_at_every_length(self, live: Subject) -> None:
-        """The cold rows of long contexts have as many different values as those of short ones: none
-        is computed in a shorter type."""
+        """Cold rows of long contexts have as many different values as those of short contexts, so
+        none is computed in a narrower type."""
         if live.expect.atol > ROUNDING_ATOL:
             pytest.skip(f"the rows are rounded (atol={live.expect.atol:g}); run it in float32")
         text = live.contexts.long(live.longest)
@@ -125,9 +126,9 @@ class LengthClauses:
         "last_chunk_of_one_token",
     )
     def test_row_depends_on_every_token(self, live: Subject) -> None:
-        """Another token at any place gives another cold row, and so does another order of distant
-        tokens. (Set ``window`` where the model forgets what is further back, ``ignores_tokens``
-        where it need not look at all.)"""
+        """Changing any token, or exchanging distant tokens, changes the cold row. (Set ``window``
+        if the model forgets older tokens, ``ignores_tokens`` if rows need not depend on all
+        tokens.)"""
         most = self._looks_back(live)
         for length in sorted({min(length, most) for length in (8, 40, 100, 200, 600, most)}):
             text = live.contexts.long(length)
@@ -157,7 +158,7 @@ class LengthClauses:
         "is put before contexts"
     )
     def test_padding_is_not_known_by_its_value(self, live: Subject) -> None:
-        """One special token more at either end gives another cold row: none is taken for padding,
+        """A special token added at either end changes the cold row: no token is taken for padding,
         and none is put before a text."""
         most = self._looks_back(live)
         contexts = live.contexts
@@ -174,7 +175,8 @@ class LengthClauses:
 
     @advise("a chunk of one token is taken for padding or left out", "rows_at_every_length")
     def test_last_chunk_of_one_token(self, live: Subject) -> None:
-        """Where the last token is one more than a whole number of chunks, it is looked at."""
+        """If a context is one token longer than a whole number of chunks, its row depends on that
+        last token."""
         most = self._looks_back(live)
         for size in (48, 64, 100, 192):
             for chunks in range(1, 5 if live.effort >= 1 else 3):
@@ -224,8 +226,8 @@ class LengthClauses:
         "a block is found by its own tokens, without those before it", "chunks_in_another_order"
     )
     def test_equal_ends_behind_different_beginnings(self, live: Subject) -> None:
-        """The same tokens at the same place behind other ones, and at another place, give the rows
-        of their whole contexts."""
+        """Contexts that contain the same tokens at the same position after other tokens, or at
+        another position, have their own rows."""
         contexts = live.contexts
         most = min(live.longest, contexts.limit)
         for size in (16, 32, 64, 100):
@@ -241,8 +243,8 @@ class LengthClauses:
         "padding_is_not_known_by_its_value",
     )
     def test_tokens_from_all_over_the_vocabulary(self, live: Subject) -> None:
-        """Special tokens, the first and the last ones: gathered, extended and asked again, their
-        contexts have their cold rows."""
+        """Contexts with special tokens and the first and last ids have their cold rows: gathered,
+        extended and asked for again."""
         contexts = live.contexts
         last = contexts.vocab_size - 1
         tokens = list(dict.fromkeys([0, last, *contexts.special[:6], *contexts.spread]))
@@ -264,8 +266,8 @@ class LengthClauses:
         capability="long contexts",
     )
     def test_contexts_twice_as_long_each_time(self, live: Subject) -> None:
-        """Where ``max_context`` is very long, contexts that are twice as long each time have their
-        rows, extended and cold, for as long as a row takes half a second."""
+        """If ``max_context`` is very long, contexts of doubling lengths have their rows, extended
+        and cold, until a row takes longer than half a second."""
         contexts, limit, length = live.contexts, live.contexts.limit, live.longest
         seconds = 0.0 if live.suite.longest is None else math.inf
         most = min(limit, MAX_TOKENS if live.effort >= 1 else MAX_TOKENS // 2)
@@ -285,8 +287,8 @@ class LengthClauses:
         capability="long contexts",
     )
     def test_longest_context(self, live: Subject) -> None:
-        """A context of exactly ``max_context`` tokens has a row, which depends on its first token,
-        a draw and a score."""
+        """A context of exactly ``max_context`` tokens has a row that depends on its first token,
+        and draws and scores work up to that length."""
         contexts, limit, length = live.contexts, live.contexts.limit, live.looked or live.longest
         if length < limit:
             pytest.skip(
@@ -314,8 +316,8 @@ class LengthClauses:
         "contexts_grow_across_every_length",
     )
     def test_draws_at_every_length(self, live: Subject) -> None:
-        """Draws whose prompts end just before the edges, together: every token is the most likely
-        one of its cold row, below, at and above the edge."""
+        """In draws whose prompts end just before block and chunk sizes, made together, every token
+        is the most likely token of its cold row, on both sides of the edge."""
         text = live.contexts.long(live.longest, 4)
         edges = [edge for edge in EDGES if edge + 2 <= live.longest]
         prompts = [text[: edge - 2] for edge in edges[:: 1 if live.effort >= 1 else 2]]
@@ -329,9 +331,8 @@ class LengthClauses:
         "scores_at_every_length",
     )
     def test_scores_together(self, live: Subject) -> None:
-        """Scores that are asked together, and with rows and draws of their prompts, and share a
-        continuation, a prompt or all tokens, with adapters and without, each are those of their
-        own."""
+        """Scores that are asked for together, with rows and draws of their prompts, and that share
+        a continuation, a prompt or all tokens, with adapters and without, are the same as alone."""
         lm, contexts, names = live.lm, live.contexts, [None, *live.loras][:3]
         prompts = [contexts.long(min(n, contexts.limit - 3), n) for n in (2, 3, 17)]
         tails = [tuple(contexts.tokens[begin:end]) for begin, end in ((0, 2), (2, 5), (3, 5))]
@@ -368,8 +369,8 @@ class LengthClauses:
         "scores_together",
     )
     def test_scores_at_every_length(self, live: Subject) -> None:
-        """Continuations of unequal lengths score what the cold rows say, across blocks, chunks and
-        every edge, in any order, warm and cold."""
+        """Scores of continuations of unequal lengths agree with the cold rows across all block and
+        chunk sizes, in any order, warm and cold."""
         contexts, most = live.contexts, live.longest
         text = contexts.long(most)
         cases = [
@@ -407,8 +408,9 @@ class ContinuationClauses:
         "several_stop_tokens",
     )
     def test_long_continuations(self, live: Subject) -> None:
-        """Continuations of up to 500 tokens score what the cold rows say; drawn ones have all their
-        tokens, each the most likely one; and contexts go on from them."""
+        """Scores of continuations of up to 500 tokens agree with the cold rows. Drawn continuations
+        of that length have all their tokens, each the most likely one, and contexts can be extended
+        from them."""
         contexts = live.contexts
         room = min(live.longest, contexts.limit - 1)
         for cut, n in ((3, min(500, room - 40)), (40, min(150, room - 40))):

@@ -161,7 +161,7 @@ class LifecycleClauses:
     @advise("state, weights or a process at module level", "nothing_is_left_after_close")
     def test_two_models_in_one_process(self, live: Subject) -> None:
         """Two more models of the same backend draw differently without a seed, keep their own
-        adapters and state, and one closes without a trace on the others."""
+        adapters and state, and closing one does not affect the others."""
         prompt = live.contexts.stem[:4]
         length = min(24, live.contexts.limit - 5)
         live.cold(prompt)
@@ -209,8 +209,8 @@ class LifecycleClauses:
         capability="memory",
     )
     def test_nothing_grows(self, live: Subject) -> None:
-        """After ``clear_cache`` and ``clear_kv_cache``, as many bytes of tensors, threads and open
-        files are there as before the same amount of work."""
+        """After ``clear_cache`` and ``clear_kv_cache``, the bytes of tensors, the threads and the
+        open files are as many as before the same amount of work."""
         contexts = live.contexts.many(live.scaled(200, 60))
         third = len(contexts) // 3
         row = len(live.lm.byte_vocab) * 4
@@ -314,8 +314,8 @@ class LifecycleClauses:
         capability="closing",
     )
     def test_close_fails_what_is_pending(self, live: Subject) -> None:
-        """``close`` answers every waiting caller with ``ModelClosedError`` and returns, also where
-        the engine has requests in its hands; they may end."""
+        """``close`` gives every waiting caller a ``ModelClosedError`` and returns, also while
+        requests are in flight; these may still get their answers."""
         stem = live.contexts.stem
         live.cold(stem[:2])
         live.model.reset()

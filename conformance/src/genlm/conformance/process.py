@@ -32,8 +32,8 @@ class ProcessClauses:
         capability="process",
     )
     def test_seeded_draw_sets_no_generator(self, live: Subject) -> None:
-        """A seeded draw, a row and a score leave the generators of Python, NumPy and PyTorch as a
-        program has set them. (They may take numbers from them.)"""
+        """A seeded draw, a row and a score do not seed the global generators of Python, NumPy and
+        PyTorch. (They may take numbers from them.)"""
         prompt, tokens = live.contexts.stem[:4], live.contexts.tokens[:2]
         asked: dict[str, Callable[[], object]] = {
             "a draw with seed 5": lambda: live.sample(prompt, 3, seed=5),
@@ -61,9 +61,9 @@ class ProcessClauses:
         capability="process",
     )
     def test_process_is_as_it_was(self, live: Subject) -> None:
-        """After a model was loaded, asked and closed, the process has the default dtype and device,
-        the threads, the signal handlers, the variables of the environment and the working directory
-        that it had, and its generators were not set. (An engine may add variables.)"""
+        """After a model was loaded, used and closed, the process has its former default dtype and
+        device, threads, signal handlers, environment variables and working directory, and its
+        generators were not seeded. (An engine may add variables.)"""
         live.lm  # noqa: B018  (loads the model where no clause before has)
         found = live.model.changed_settings
         check(not found, f"since the model was loaded: {'; '.join(found[:4])}")
@@ -90,8 +90,8 @@ class ProcessClauses:
         capability="death",
     )
     def test_death_of_the_engines_processes(self, live: Subject) -> None:
-        """Where a second model has processes of its own and they are killed, whatever is pending
-        and whatever is asked next is answered or raises, and the model can be closed."""
+        """If the processes of a second model are killed, pending and later requests are answered or
+        raise, and the model can be closed."""
         before = _children()
         contexts = live.contexts.many(16)
         with contextlib.closing(live.another()) as lm:

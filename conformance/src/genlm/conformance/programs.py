@@ -73,26 +73,27 @@ def call(engine: Any, hook: str, **given: Any) -> Any:
 
 @define(eq=False, kw_only=True)
 class Program:
-    """A random program for an engine, which is asked as the core asks one. The same engine and the
-    same source of chance make the same program.
+    """A random program that calls an engine's hooks as the core does, and compares the answers. The
+    same engine and the same state of ``source`` give the same program.
 
-    By default rows are compared with the engine's own cold ones. A subclass may know better
-    (:meth:`expected`), and may have other things happen (:meth:`ways`).
+    By default rows are compared with the engine's own cold rows. A subclass may override
+    :meth:`expected` to compare them with other rows, and :meth:`ways` to change the actions.
 
     Args:
         engine: An object with the hooks of an engine.
-        source: Everything follows from it.
+        source: The random generator that makes all choices.
         longest: The longest context, in tokens.
-        tokens: Contexts are made of these.
-        first: The context that others go on from at first; three tokens if it is empty.
-        adapters: The folders of adapters, by the names that they are bound to.
-        chunk: Prefixes of one prompt are asked for around its multiples.
-        most: The most contexts that go on in a step.
-        atol: How far log-probabilities may be off, nats.
-        share: Of the answers that are compared.
-        may_lack_room: Whether it is no fault that a prefix cannot be pinned.
-        seeds: Whether some draws have a seed. They must be the same alone, and rounding may move
-            one of many thousands.
+        tokens: The token ids that contexts are made of.
+        first: The context that the first extensions start from; if it is empty, three random
+            tokens.
+        adapters: The folders of LoRA adapters, by the names to bind them to.
+        chunk: The engine's chunk size, in tokens. Some prefixes end at or next to its multiples.
+        most: The most contexts that one step extends.
+        atol: The absolute tolerance of log-probabilities, in nats.
+        share: The share of answers that are compared, from 0 to 1.
+        may_lack_room: Whether the engine may reject a prefix to pin for lack of room.
+        seeds: Whether some draws have a seed. A seeded draw must be the same when it is drawn
+            alone, but rounding may change one draw in many thousands.
     """
 
     engine: Any
@@ -123,22 +124,27 @@ class Program:
     # --- what a subclass may say ------------------------------------------------------------------
 
     def ways(self) -> dict[Callable[[], None], int]:
-        """What may happen, and how often."""
+        """The possible actions, each with its weight in the random choice."""
         return {
             self.step: 60, self.drained: 12, self.score: 8, self.draw: 8, self.cold: 4,
             self.pin: 3, self.clear: 2, self.adapt: 5,
         }  # fmt: skip
 
     def expected(self, query: Query) -> torch.Tensor:
-        """The right row of a context, ``[vocab_size]``. Asked for while nothing is in flight."""
+        """The right row of a context, ``[vocab_size]``. Called only while nothing is in flight."""
         row: torch.Tensor = self.alone(Query(query.context, query.adapter, cold=True))
         return row
 
     def compare_row(self, query: Query, row: torch.Tensor, of: slice = slice(None)) -> None:
-        """Compare the row of a context, or some entries of it.
+        """Compare the row of a context with the right row.
+
+        Args:
+            query: The context and the adapter.
+            row: The row, or the part of it that ``of`` selects.
+            of: The entries to compare.
 
         Raises:
-            Violation: they are not those of the right row.
+            Violation: the row differs by more than ``atol``.
         """
         right = self.expected(query)[of].double()
         given = row.double()
@@ -147,26 +153,28 @@ class Program:
             raise Violation(f"{query}: {off:.3g} off")
 
     def adapter(self) -> tuple[str, str] | None:
-        """A name, and the folder to bind to it now; ``None`` where there is none."""
+        """An adapter to bind now: a name and a folder; ``None`` if there are no adapters."""
         return self.source.choice([*self.adapters.items()]) if self.adapters else None
 
     def fresh(self, count: int) -> TokenIds:
-        """So many random tokens."""
+        """``count`` random tokens."""
         return tuple(self.source.choices(self.tokens, k=count))
 
     def width(self) -> int:
-        """How many tokens may be drawn: as many as the tokenizer has; rows may be wider."""
+        """How many token ids may be drawn: the size of the tokenizer's vocabulary. Rows may be
+        wider."""
         if not self._width:
             self._width = len(decode_vocab(self.engine.tokenizer)[0])
         return self._width
 
     def look(self) -> None:
-        """See to what must be true at any time; nothing by default."""
+        """Check conditions that must hold at any time. Called after each action; checks nothing by
+        default."""
 
     # --- what may happen --------------------------------------------------------------------------
 
     def run(self, times: int) -> None:
-        """So many random things one after the other, and the end of what is in flight."""
+        """Perform ``times`` random actions, then finish all requests in flight."""
         ways = self.ways()
         for _ in range(times):
             (way,) = self.source.choices([*ways], [*ways.values()])
@@ -175,7 +183,7 @@ class Program:
         self.drained()
 
     def step(self) -> None:
-        """New requests, some that leave, and a step."""
+        """Action: make a step with new requests, and drop some requests in flight."""
         may_leave = self.in_flight if self._takes("dropped") else ()
         leaving = [one for one in may_leave if self.source.random() < 0.1]
         for one in leaving:
@@ -183,8 +191,8 @@ class Program:
         self.advance(self.some(), leaving)
 
     def drained(self) -> None:
-        """Steps until nothing is in flight, and a look at all answers: the hooks that follow are
-        called only then."""
+        """Action: make steps until nothing is in flight, then compare the answers. Hooks that the
+        core calls only while nothing is in flight call this method first."""
         for _ in range(MAX_STEPS):
             if not self.in_flight:
                 break
@@ -197,7 +205,7 @@ class Program:
                 self._compare(one.request, one.result)
 
     def score(self) -> None:
-        """Scores beside what is in flight, where the engine takes them in its steps."""
+        """Action: ask for scores, in a step if the engine takes scores in its steps."""
         some = [
             ScoreRequest(
                 Query(one.context.first(max(self.longest - MAX_SCORED_TOKENS, 1)), one.adapter),
@@ -218,7 +226,7 @@ class Program:
             self._compare(request, score)
 
     def draw(self) -> None:
-        """Draws beside what is in flight, where the engine takes them in its steps."""
+        """Action: ask for draws, if the engine takes draws in its steps."""
         if self._takes("samples"):
             room = [(one, self.longest - one.length) for one in self._few()]
             self.advance([SampleRequest(one, self._params(most)) for one, most in room if most])
@@ -239,7 +247,7 @@ class Program:
         call(self.engine, "genlm_clear_kv_cache")
 
     def adapt(self) -> None:
-        """Bind a name, perhaps anew, or remove one."""
+        """Action: bind a name, perhaps again, or remove an adapter."""
         self.drained()
         if self.bound and self.source.random() < 0.4:
             name = self.source.choice([*self.bound])
@@ -251,7 +259,7 @@ class Program:
             self._now_bound(new.name, new)
 
     def leave(self) -> None:
-        """Remove the adapters that are bound, for those who use the engine after this."""
+        """Remove all bound adapters, so that the engine can be used by another program."""
         for name in [*self.bound]:
             self._now_bound(name, None)
 
@@ -271,7 +279,7 @@ class Program:
     # --- asking -----------------------------------------------------------------------------------
 
     def advance(self, new: Iterable[Request] = (), dropped: Sequence[Request] = ()) -> None:
-        """One step of the engine with new requests, less those that are in flight already."""
+        """Make one step with the new requests that are not in flight yet."""
         new_requests = [one for one in dict.fromkeys(new) if one not in self.in_flight]
         if not (new_requests or dropped or self.in_flight):
             return
@@ -287,7 +295,7 @@ class Program:
                 check(answer.request in dropped, what)
 
     def alone(self, request: Request) -> Any:
-        """What the engine answers to a request alone."""
+        """The engine's answer to a request while no other request is in flight."""
         answers = self._step([request], ())
         for _ in range(MAX_STEPS):
             if answers:
@@ -296,8 +304,8 @@ class Program:
         raise Violation(f"{query_of(request)} is never answered")
 
     def some(self) -> list[Query]:
-        """Contexts that go on, fork, are cut, share a prompt, are the places of a draft, are asked
-        with another adapter, or are new."""
+        """Queries for the next step: known contexts extended, forked, cut short or under another
+        adapter, prefixes of one prompt, the last positions of a draft, and new contexts."""
         source, room = self.source, MAX_NEW_TOKENS
         asked: dict[Query, None] = {}
         for known in source.choices(self._known[-60:], k=min(source.choice(STEP_SIZES), self.most)):

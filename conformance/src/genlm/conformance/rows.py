@@ -57,8 +57,8 @@ class RowClauses:
         "engine_keeps_its_contract",
     )
     def test_row_is_normalised(self, live: Subject) -> None:
-        """``logsumexp(row) == 0`` within 1e-4, and no number is nan or infinite (``-inf`` is no
-        mass at all)."""
+        """``logsumexp(row)`` is 0 within 1e-4, and no number is NaN or ``+inf`` (``-inf`` means no
+        mass)."""
 
         @for_all(live, context=live.contexts.any())
         def row_is_normalised(context: TokenIds) -> None:
@@ -95,8 +95,8 @@ class RowClauses:
         "row_depends_on_every_token",
     )
     def test_cold_rows_are_the_reference(self, live: Subject) -> None:
-        """Where the class gives rows that were computed without the backend, the cold rows agree
-        with them, up to the longest context, and with adapters."""
+        """If the class gives reference rows that were computed without the backend, the cold rows
+        agree with them, up to the longest context, and with adapters."""
         lengths = sorted({min(length, live.longest) for length in (1, 8, 130, 300, 600, 1024)})
         contexts = [live.contexts.long(length, 1) for length in lengths]
         rows = {name: live.suite.reference_rows(contexts, name) for name in (None, *live.loras[:2])}
@@ -122,8 +122,8 @@ class RowClauses:
 
     @advise("the hook returns another shape, dtype or count than hookspecs.py says")
     def test_engine_keeps_its_contract(self, live: Subject) -> None:
-        """What the hooks themselves return, before the core touches it: number, shape, type,
-        values, mass."""
+        """The results of the hooks themselves, before the core changes them, have the right number,
+        shape, type, values and mass."""
 
         @for_all(live, contexts=live.contexts.several(), tokens=live.contexts.tails())
         def engine_keeps_its_contract(contexts: list[TokenIds], tokens: TokenIds) -> None:
@@ -147,8 +147,9 @@ class RowClauses:
         "batch_answers_in_order",
     )
     def test_functions_of_rows(self, live: Subject) -> None:
-        """What ``then`` makes is made of the caller's own row with its own arguments, beside others
-        and beside one for whom the function raises, which alone gets the exception."""
+        """A result of ``then`` is computed from the caller's own row and arguments, also beside
+        other callers and beside a caller for whom the function raises; only that caller gets the
+        exception."""
 
         @together
         def tagged(rows: torch.Tensor, tags: list[Any]) -> list[tuple[Any, torch.Tensor]]:

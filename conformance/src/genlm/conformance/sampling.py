@@ -45,8 +45,8 @@ class SamplingClauses:
         capability="seeds",
     )
     def test_seed_fixes_the_draw(self, live: Subject) -> None:
-        """A seeded continuation is the same alone, again, gathered with others, and as the first of
-        a batch; 0 is a seed as others are."""
+        """A seeded continuation is the same alone, repeated, gathered with others, and as the first
+        of a batch; 0 is a valid seed."""
         live.needs_little_rounding()
 
         how = steady(live)
@@ -76,8 +76,8 @@ class SamplingClauses:
         "all places of a batch have one stream, or there is no fresh entropy", "seed_fixes_the_draw"
     )
     def test_draws_are_separate(self, live: Subject) -> None:
-        """Without a seed every draw is a draw of its own; with one every place in a batch has its
-        own stream."""
+        """Without a seed, all draws of a batch are independent; with a seed, each position in a
+        batch has its own random stream."""
         prompt = live.contexts.stem[:4]
         for seed in (None, 1):
             drawn = live.samples([prompt] * 4, 6, temperature=100.0, seed=seed)
@@ -89,8 +89,8 @@ class SamplingClauses:
         "long_draws_do_not_repeat",
     )
     def test_successive_tokens_are_independent(self, live: Subject) -> None:
-        """Draws of two tokens, with seeds one after the other: all pairs come at the frequencies
-        that the rows give them."""
+        """In two-token draws with consecutive seeds, all pairs of tokens have the frequencies that
+        the rows give."""
         prompt = live.contexts.stem[:5]
         count = live.scaled(400, 200)
         mass: dict[tuple[int, ...], float] = {
@@ -110,8 +110,7 @@ class SamplingClauses:
         "seeded_draw_sets_no_generator",
     )
     def test_unseeded_after_seeded(self, live: Subject) -> None:
-        """A seed fixes one draw, and none of those without a seed that follow it or are beside
-        it."""
+        """A seed affects only its own draw, not unseeded draws that follow it or run beside it."""
         prompt = live.contexts.stem[:4]
         length = min(12, live.contexts.limit - 5)
         free = []
@@ -167,8 +166,8 @@ class SamplingClauses:
         "options_together",
     )
     def test_first_and_last_token_stop(self, live: Subject) -> None:
-        """The first token of the vocabulary and the last one stop a draw as others do: at a
-        temperature at which they come up, no draw contains its stop token."""
+        """The first and the last token of the vocabulary work as stop tokens: at a temperature at
+        which they are drawn, no draw contains its stop token."""
         size = live.contexts.vocab_size
         length = min(24, live.contexts.limit - 5)
         count = math.ceil(3 * size / length)
@@ -203,8 +202,8 @@ class SamplingClauses:
 
     @advise("a block of random numbers is used again", "successive_tokens_are_independent")
     def test_long_draws_do_not_repeat(self, live: Subject) -> None:
-        """The random numbers of one draw are independent: where every token is about as likely as
-        any other, those at a distance are not the same, at any distance."""
+        """The random numbers of one draw are independent: at a temperature at which all tokens are
+        about equally likely, tokens do not repeat at any distance."""
         prompt = live.contexts.stem[:4]
         room = min(live.longest, live.contexts.limit - len(prompt))
         asked = [(None, min(live.scaled(150, 75), room)), (5, min(150, room))]
@@ -255,8 +254,8 @@ class SamplingClauses:
         "frequencies_agree_with_rows",
     )
     def test_options_together(self, live: Subject) -> None:
-        """Temperature, then ``top_k``, then ``top_p`` of what remains: the draws are among the
-        tokens that are left, at their frequencies."""
+        """Filters apply in the order temperature, ``top_k``, ``top_p`` of the remaining mass: only
+        the remaining tokens are drawn, at the right frequencies."""
         prompt = live.contexts.stem[:6]
         row = live.cold(prompt)
         count = live.scaled(400, 150)
@@ -291,8 +290,8 @@ class SamplingClauses:
 
     @advise("there is room for few stop tokens", "every_token_stops", capability="seeds")
     def test_several_stop_tokens(self, live: Subject) -> None:
-        """Of several stop tokens each ends the draw where it first comes, those that never come end
-        nothing."""
+        """With several stop tokens, the first one that is drawn ends the draw; stop tokens that are
+        never drawn have no effect."""
         live.needs_little_rounding()
 
         how = {**steady(live), "temperature": 1.5}
@@ -319,7 +318,8 @@ class SamplingClauses:
         "the model's own end-of-sequence token stops, also where it is not listed", "max_tokens"
     )
     def test_draws_of_full_length(self, live: Subject) -> None:
-        """Without stop tokens nothing stops, at a temperature at which every token comes up."""
+        """Without stop tokens, draws have their full length, at a temperature at which every token
+        is drawn."""
         count = live.scaled(200, 60)
         prompts = [live.contexts.stem[:n] for n in (2, 4, 5)] * (count // 3)
         length = min(16, live.contexts.limit - 5)
@@ -336,8 +336,8 @@ class SamplingClauses:
         "adapters_in_turn",
     )
     def test_adapter_in_sampling(self, live: Subject) -> None:
-        """A continuation is drawn with its adapter: greedy ones follow the adapter's rows, and
-        leave no state that serves another."""
+        """A continuation is drawn under its adapter: greedy draws follow the adapter's rows, and
+        leave no state that is used for another adapter."""
         names = [None, *live.needs_adapters()]
 
         @for_all(live, examples=5, prompt=live.contexts.any())

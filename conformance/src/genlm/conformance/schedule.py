@@ -118,9 +118,8 @@ class ScheduleClauses:
         capability="cancelling",
     )
     def test_cancelled_requests_leave_nothing(self, live: Subject) -> None:
-        """Hundreds of draws that have begun, and of long prompts and scores that are half computed,
-        are cancelled beside others, and then the same and others are asked: all give what they give
-        alone."""
+        """Hundreds of running draws, long prompts and scores are cancelled beside other requests,
+        and then the same and other requests are made: all get the answers that they get alone."""
         for crowd in CROWDS:
             check_schedule(live, crowd)
         check_schedule(live, _leaving_at_the_end())
@@ -138,8 +137,9 @@ class ScheduleClauses:
         "seed_fixes_the_draw",
     )
     def test_requests_on_a_schedule(self, live: Subject) -> None:
-        """Rows, draws and scores of all lengths, options and adapters arrive alone and in bursts,
-        some leave, and adapters change in between: each of them gives what it gives alone."""
+        """Rows, draws and scores of all lengths, options and adapters arrive singly and in bursts,
+        some are cancelled, and adapters change in between: each gets the answer that it gets
+        alone."""
         found = schedules(len(live.loras) > 1, live.scaled(80, 17))
 
         @for_all(live, examples=14, least=4, schedule=found)

@@ -21,8 +21,8 @@ class StateClauses:
         "adapters_in_one_batch",
     )
     def test_batch_answers_in_order(self, live: Subject) -> None:
-        """Row ``i`` of a batch is the cold row of context ``i``: any order, any lengths, with
-        duplicates, in one call and gathered from coroutines of their own."""
+        """Row ``i`` of a batch is the cold row of context ``i``: in any order, of any lengths, with
+        duplicates, in one call and gathered from separate coroutines."""
 
         @for_all(live, contexts=live.contexts.several())
         def batch_answers_in_order(contexts: list[TokenIds]) -> None:
@@ -36,8 +36,8 @@ class StateClauses:
         "batches beyond a size are cut, padded or computed in another way", "batch_answers_in_order"
     )
     def test_large_batch(self, live: Subject) -> None:
-        """Batches of many sizes up to 300, of contexts of unequal lengths, and of none at all: each
-        row is its context's."""
+        """In batches of many sizes up to 300, of contexts of unequal lengths, each row is that of
+        its context. An empty batch has no rows."""
         most = live.scaled(max(BATCH_SIZES), 70)
         contexts = live.contexts.many(most)
         source = live.random("batches")
@@ -57,8 +57,8 @@ class StateClauses:
         "equal_ends_behind_different_beginnings",
     )
     def test_same_tail_under_different_prefixes(self, live: Subject) -> None:
-        """Contexts that end alike and begin differently stay different, their prefixes pinned or
-        not."""
+        """Contexts with equal ends and different beginnings have different rows, with their
+        prefixes pinned or not."""
 
         @for_all(
             live,
@@ -80,8 +80,8 @@ class StateClauses:
         "dropped_state",
     )
     def test_warm_row_equals_cold_row(self, live: Subject) -> None:
-        """Asked again, from the row cache or with what the engine has kept of it, a context has its
-        cold row."""
+        """A context that is asked for again has its cold row, from the output cache or from state
+        that the engine has kept."""
 
         @for_all(live, examples=12, contexts=live.contexts.several())
         def warm_row_equals_cold_row(contexts: list[TokenIds]) -> None:
@@ -112,7 +112,8 @@ class StateClauses:
         "forks_at_every_length",
     )
     def test_forked_contexts(self, live: Subject) -> None:
-        """Contexts that fork from a shared stem do not disturb each other, nor the stem."""
+        """Contexts that fork from a shared prefix do not change each other's rows, nor those of the
+        prefix."""
 
         @for_all(
             live,
@@ -133,8 +134,8 @@ class StateClauses:
         "prompt_pinned_twice_is_cleared_once",
     )
     def test_pinned_prefix(self, live: Subject) -> None:
-        """Contexts that begin with a pinned prefix have their cold rows, again and again, and so
-        has the prefix; also when it is pinned again."""
+        """Contexts that begin with a pinned prefix, and the prefix itself, have their cold rows
+        each time they are asked for, also after the prefix is pinned again."""
         live.needs("genlm_cache_prefix")
 
         @for_all(
@@ -152,8 +153,8 @@ class StateClauses:
         "warm_row_equals_cold_row",
     )
     def test_dropped_state(self, live: Subject) -> None:
-        """After ``clear_kv_cache`` contexts have their cold rows, those behind pinned prefixes
-        too."""
+        """After ``clear_kv_cache`` contexts have their cold rows, also those that begin with a
+        formerly pinned prefix."""
 
         @for_all(live, examples=12, contexts=live.contexts.distinct(), tail=live.contexts.tails())
         def dropped_state(contexts: list[TokenIds], tail: TokenIds) -> None:

@@ -82,15 +82,15 @@ class ConformanceSuite(
             backend = "mine"
             model = "path-or-hub-id"
 
-    What can be said of the model is in
-    :class:`~genlm.conformance.declaration.Declaration`. Clauses are not renamed lightly.
+    The attributes and methods of :class:`~genlm.conformance.declaration.Declaration` describe the
+    model. The names of clauses are stable.
     """
 
     clauses: ClassVar[tuple[str, ...]]
 
     def test_no_clause_is_missing(self) -> None:
-        """No clause was deleted, and none overridden but by one marked ``xfail(reason=...,
-        strict=True)``."""
+        """No clause is deleted, and a clause is overridden only by a test that is marked
+        ``xfail(reason=..., strict=True)``."""
         for name in ConformanceSuite.clauses:
             own = getattr(type(self), name, None)
             check(callable(own), f"{type(self).__name__} has deleted the clause {name}")
