@@ -155,7 +155,8 @@ def genlm_next_token_logprobs(queries: Sequence[Query]) -> torch.Tensor:
             answer it from its tokens only.
 
     Returns:
-        ``[len(queries), vocab_size]`` float32 log-probabilities, row ``i`` for ``queries[i]``.
+        ``[len(queries), vocab_size]`` float32 log-probabilities, row ``i`` for ``queries[i]``. The
+        engine may use the same memory for the next call: the core copies rows that it needs longer.
 
     Raises:
         Exception: the core asks again in smaller batches, until only the query that causes it
