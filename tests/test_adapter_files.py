@@ -320,7 +320,7 @@ def header(**changes: Any) -> bytes:
         (header(shape=[10**4000] * 249), "sound safetensors"),
         (header(shape=[1 << 62] * 50_000), "sound safetensors"),
         (header(shape=[16], dtype="I8"), 'of type "I8"'),
-        (header(shape=[1] * 9 + [4]), "of 10 dimensions"),
+        (header(shape=[1] * 9 + [4]), "has 10 dimensions"),
         (header().replace(b"q.lora", b"q" * 600 + b".lora"), "characters"),
     ],
     ids=lambda value: None if isinstance(value, str) else "",

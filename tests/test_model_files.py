@@ -196,7 +196,11 @@ def test_cache_folder_that_is_a_file_is_reported(the_hub, monkeypatch, tmp_path)
 @pytest.mark.parametrize(
     ("kind", "status", "refused"),
     [
-        (errors.RepositoryNotFoundError, 404, pytest.raises(ModelNotFoundError, match="misspelt")),
+        (
+            errors.RepositoryNotFoundError,
+            404,
+            pytest.raises(ModelNotFoundError, match="check the spelling"),
+        ),
         # The engine itself explains how to get access.
         (errors.GatedRepoError, 403, contextlib.nullcontext()),
         (errors.HfHubHTTPError, 500, contextlib.nullcontext()),

@@ -120,7 +120,7 @@ def test_next_bytes_probability_is_the_sum_over_all_tokenisations(
 
 def test_the_text_needs_room():
     with MockAsyncLM(max_context=3) as lm:
-        with pytest.raises(InvalidInputError, match=r"of 4 tokens exceeds .*: the text after i"):
+        with pytest.raises(InvalidInputError, match=r"of 4 tokens exceeds .*; the bytes after"):
             asyncio.run(next_bytes_logprob(lm, [1, 2, 3], b"ab"))
         with pytest.raises(InvalidInputError, match=r"of 4 tokens exceeds .*shorten it$"):
             asyncio.run(next_bytes_logprob(lm, [1, 2, 3, 4], b"ab"))
@@ -144,7 +144,7 @@ def test_the_limit_is_the_number_of_contexts(vocab, target):
         beginnings |= grown
     with Asked(random) as lm:
         asyncio.run(next_bytes_logprob(lm, [0], target, max_contexts=len(beginnings)))
-        with pytest.raises(InvalidInputError, match=f"of {len(beginnings)} contexts"):
+        with pytest.raises(InvalidInputError, match=f"at least {len(beginnings)} contexts"):
             asyncio.run(next_bytes_logprob(lm, [0], target, max_contexts=len(beginnings) - 1))
 
 

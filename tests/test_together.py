@@ -404,7 +404,7 @@ def test_a_batch_call_shares_calls_of_a_function_with_other_callers(mock, ranked
 
 def test_a_batch_call_refuses_another_number_of_them(mock, gate, ranked):
     lm = mock()
-    with pytest.raises(InvalidInputError, match="2 contexts and 3 of then"):
+    with pytest.raises(InvalidInputError, match="then has 3 elements for 2 contexts"):
         lm.batch_next_token_logprobs_sync([[1], [2]], then=[ranked.then(0)] * 3)
     assert gate.batches == []
 

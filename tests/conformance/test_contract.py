@@ -211,5 +211,5 @@ def test_wrapper_may_leave_a_row_without_mass(load):
 
 
 def test_class_in_place_of_an_engine_is_rejected():
-    with pytest.raises(PluginError, match="loaded the class MockEngine; load an instance of it"):
+    with pytest.raises(PluginError, match="returned the class MockEngine; return an instance"):
         AsyncLM(lambda: MockEngine, backend="mine")

@@ -155,5 +155,5 @@ def test_a_hook_on_all_modules_is_tried_too() -> None:
 def test_hook_on_the_last_position_at_load_is_rejected() -> None:
     model = small_family("bloom", 64)
     model.transformer.h[0].register_forward_hook(steered_at_the_end)
-    with pytest.raises(EngineError, match="forward hooks that change the last position"):
+    with pytest.raises(EngineError, match="forward hook that changes the last position"):
         HFEngine(model, None)

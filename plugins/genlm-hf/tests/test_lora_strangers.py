@@ -188,7 +188,7 @@ def with_one_more(tensors: Tensors) -> Tensors:
             r"lacks .*layers\.1\.self_attn\.q_proj\.lora_magnitude_vector\.weight, which",
         ),
         ({"lora_bias": True}, without("lora_B.bias"), r"lacks .*lora_B\.bias,"),
-        ({}, huge, "its rows are NaN, as where weights are beyond"),
+        ({}, huge, "its rows are NaN, perhaps because weights exceed"),
         ({}, with_one_more, r"model\.nothing\.weight .* has nothing"),
     ],
 )

@@ -174,14 +174,14 @@ def damaged() -> OwnModel:
 
 def test_error_of_an_unsuitable_model_says_what_is_needed() -> None:
     for model, needed in (
-        (Wrapped(), "Wrapped has no device of a model; give a PreTrainedModel"),
+        (Wrapped(), "Wrapped has no device, which every model has; give a Pre"),
         (WithMask(OwnConfig()), "WithMask cannot be served .*'attention_mask'.* token ids"),
         (LastRow(OwnConfig()), r"LastRow cannot be served .*logits of shape \[1, 258\]"),
-        (NoHead(OwnConfig()), r"names the layer in get_output_embeddings\(\)"),
+        (NoHead(OwnConfig()), r"return the layer from get_output_embeddings\(\)"),
         (quantised(), "LastRow cannot be served .*; it is quantised: load it without that, or its"),
         (damaged(), "rows of this model are NaN in torch.float32; look for NaN among its weights"),
         (nn.DataParallel(OwnModel(OwnConfig())), r"DataParallel has no .*; give model\.module"),
-        (nn.Linear(2, 2), "Linear has no configuration of a model; give a PreTrainedModel"),
+        (nn.Linear(2, 2), "Linear has no configuration, which every model has; give a"),
         (OwnModel(OwnConfig()).to("meta"), "device_map that keeps the embeddings in memory"),
     ):
         with pytest.raises(EngineError, match=needed):
@@ -202,5 +202,5 @@ def test_a_masked_language_model_is_rejected_however_small_it_is(layers: int) ->
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
     model = BertLMHeadModel(BertConfig(vocab_size=258, num_hidden_layers=layers, **shape)).eval()
-    with pytest.raises(EngineError, match="BertLMHeadModel depend on what comes after them"):
+    with pytest.raises(EngineError, match="BertLMHeadModel depend on later tokens or padding"):
         AsyncTransformer(model, ByteTokenizer())

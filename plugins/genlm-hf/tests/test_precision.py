@@ -68,7 +68,7 @@ def test_only_moderately_noisy_forwards_are_accepted(noise: float, served: bool)
     if served:
         assert HFEngine(model, None).reuse is ReuseMode.SHARED
     else:
-        with pytest.raises(EngineError, match="depend on what comes after them"):
+        with pytest.raises(EngineError, match="depend on later tokens or padding"):
             HFEngine(model, None)
 
 

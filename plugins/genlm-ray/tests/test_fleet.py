@@ -338,7 +338,7 @@ def test_only_requests_with_a_lost_adapter_fail() -> None:
     assert set(told) == {waiting, late}
     for error in told.values():
         assert isinstance(error, EngineError)
-        assert "adapter 'a' could not be loaded again" in str(error)
+        assert "adapter 'a' could not be loaded when" in str(error)
         assert "the folder has gone; add it again" in str(error)
     call = line.next("answer")
     assert call is not None

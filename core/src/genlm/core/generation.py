@@ -67,7 +67,9 @@ class Drawing(AsyncGenerator[int, None]):
         await self._tokens.aclose()
 
     def __await__(self) -> NoReturn:
-        raise UnsupportedError(f"a stream is iterated: {ARGUMENTS['stream']}")
+        raise UnsupportedError(
+            f"a stream works neither with await nor with a plain for: {ARGUMENTS['stream']}"
+        )
 
     __iter__ = __await__
 
@@ -320,7 +322,8 @@ class GenerationMixin(RowsMixin):
         if len(prompts) != len(continuations):
             raise InvalidQueryError(
                 f"there are {len(prompts)} prompts and {len(continuations)} continuations; give "
-                "each continuation its prompt: [prompt] * n for n of one prompt"
+                "each continuation its prompt, such as [prompt] * n for n continuations of one "
+                "prompt"
             )
         pairs = [
             self._checked_score(prompt, continuation, lora_name)
@@ -382,13 +385,15 @@ class GenerationMixin(RowsMixin):
         if limit is not None and given is not None and given > limit:
             raise InvalidOptionError(
                 f"max_length={given} exceeds the {limit} tokens that the model takes; give at most "
-                "these, or None"
+                f"{limit}, or None"
             )
         least = integer("context_len", context_len, least=1)
         kept = integer("keep", keep, least=0)
         if given is not None and least + kept > given:
             both = f"context_len={least}" + (f" and keep={kept} exceed" if kept else " exceeds")
-            raise InvalidOptionError(f"{both} the {given} tokens of a window; give at most these")
+            raise InvalidOptionError(
+                f"{both} the {given} tokens of a window; give a sum of at most {given}"
+            )
         windows = rolling_windows(len(ids), given or max(len(ids), least + kept), least, kept)
         scores = await self._scores(
             [

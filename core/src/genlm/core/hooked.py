@@ -43,7 +43,8 @@ class Hooked:
     def __init__(self, owner: str, given: object) -> None:
         if inspect.isroutine(given):
             raise PluginError(
-                f"{owner} is a function; make it a method of a class, and give an object of that"
+                f"{owner} is a function; make it a method of a class, and give an object of the "
+                "class"
             )
         self.owner, self.given = owner, given
         #: For each hook, the arguments that the object's implementation takes.
@@ -73,7 +74,8 @@ class Hooked:
             raise PluginError(f"{what} is not marked; put @hookimpl (from genlm.core) above it")
         if mark.get("wrapper") or mark.get("hookwrapper"):
             raise PluginError(
-                f"{what} is marked as a wrapper, which hooks here have not; {TWO_WAYS}"
+                f"{what} is marked as a wrapper (wrapper=True), which no hook here may be; "
+                f"{TWO_WAYS}"
             )
         if inspect.iscoroutinefunction(function):
             raise PluginError(f"{what} is async; hooks are plain functions: write def")

@@ -415,11 +415,15 @@ class AsyncLM(GenerationMixin):
             raise missing_attribute(self, name, LM, CORE)
 
         def __call__(self, *inputs, **options):
-            raise UnsupportedError("a model is not called: await lm.next_token_logprobs(ids)")
+            raise UnsupportedError(
+                f"{type(self).__name__} is not callable; use `await lm.next_token_logprobs(ids)`"
+            )
 
         @classmethod
         def from_pretrained(cls, *inputs, **options):
-            raise UnsupportedError("load_model_by_name(name, backend) loads a model")
+            raise UnsupportedError(
+                f"{cls.__name__} has no from_pretrained; use load_model_by_name(name, backend)"
+            )
 
         def __setattr__(self, name, value):
             # A subclass may have a method of its own.
@@ -435,5 +439,5 @@ class NamedLM(AsyncLM):
         """Raises: UnsupportedError: always. A model that is already loaded cannot be wrapped."""
         name = type(self).__name__
         raise UnsupportedError(
-            f"{name} cannot wrap what is loaded already; use {name}.from_name(name)"
+            f"{name} cannot wrap a model that is loaded already; use {name}.from_name(name)"
         )

@@ -192,8 +192,9 @@ class BytePrefix:
             readings = await (await self._with_all(self.text))._with_rows()
         if not readings:
             raise InvalidInputError(
-                f"the text {self.text!r:.80} has probability 0 after this context, or all that may "
-                "follow it has, so no byte comes next; give one that the model may write"
+                f"no byte can follow the text {self.text!r:.80}: the text or every continuation of "
+                "it has probability 0 after this context; extend by bytes that have a positive "
+                "probability"
             )
         heaviest = max(reading.logprob for reading in readings)
         with np.errstate(divide="ignore", under="ignore"):
@@ -248,9 +249,9 @@ class BytePrefix:
             contexts += ways[begin]
             if contexts > limit:
                 raise InvalidInputError(
-                    f"the {len(more)} bytes {more!r:.80} have tokenisations of {contexts} "
-                    f"contexts, but at most {limit} are asked (the count ended there); give fewer "
-                    "bytes or a larger max_contexts, or follow the likely ones with BytePrefix"
+                    f"the tokenisations of the {len(more)} bytes {more!r:.80} need at least "
+                    f"{contexts} contexts, but at most {limit} are asked for; give fewer bytes or "
+                    "a larger max_contexts, or follow the likely tokenisations with BytePrefix"
                 )
             node = trie.find(more[begin : begin + 1]) if ways[begin] else None
             for end in range(begin + 1, len(more)):
@@ -274,7 +275,9 @@ class BytePrefix:
             except InvalidQueryError as error:
                 if not self.text:
                     raise
-                raise InvalidQueryError(f"{error}: the text after it needs room, too") from None
+                raise InvalidQueryError(
+                    f"{error}; the bytes after the context need room, too"
+                ) from None
             if begun and (outdated := self.lm._adapters.outdated(self._adapter)) is not None:
                 raise outdated  # the earlier rows belong to another adapter
             for reading, row in zip(begun, rows, strict=True):

@@ -244,7 +244,8 @@ class Population:
         places = chosen.tolist()
         if min(places) < 0 or max(places) >= self.n:
             raise InvalidInputError(
-                f"ancestors are particles, 0 to {self.n - 1}; got {min(places)} to {max(places)}"
+                f"ancestors must be indices of particles, 0 to {self.n - 1}; got {min(places)} to "
+                f"{max(places)}"
             )
         self._tokens = self._tokens.index_select(0, chosen)
         self.length, self.ended = self.length[chosen], self.ended[chosen]
@@ -272,7 +273,7 @@ class Population:
         if vector.shape != (self.n,) or not wanted:
             kind = "booleans" if dtype == torch.bool else "integers"
             raise InvalidInputError(
-                f"{name} are {self.n} {kind}, one for each particle; got {safe_repr(given)}"
+                f"{name} must be {self.n} {kind}, one for each particle; got {safe_repr(given)}"
             )
         return vector.to(self.device, dtype)
 

@@ -55,7 +55,7 @@ def draw(rows: torch.Tensor, uniforms: list[float], allowed: list[Any]) -> list[
 
     if not (min(uniforms) >= 0 and max(uniforms) < 1):
         raise InvalidInputError(
-            f"uniform numbers are from 0 to below 1; got {min(uniforms)} to {max(uniforms)}"
+            f"uniform numbers must be in [0, 1); got {min(uniforms)} to {max(uniforms)}"
         )
     weights, ids = _weights(rows, allowed)
     mass = weights.cumsum(-1)
@@ -114,8 +114,7 @@ def logprobs_of(rows: torch.Tensor, token_ids: list[Sequence[int]]) -> list[list
     for ids in token_ids:
         if len(ids) and not (min(ids) >= 0 and max(ids) < width):
             raise InvalidInputError(
-                f"token ids are 0 to {width - 1}; got {safe_repr([*ids])}; give those of "
-                "lm.byte_vocab"
+                f"token ids must be 0 to {width - 1}, as in lm.byte_vocab; got {safe_repr([*ids])}"
             )
     return _chosen(rows, token_ids)
 
@@ -131,7 +130,9 @@ def likeliest(rows: torch.Tensor, counts: list[int]) -> list[list[tuple[int, flo
     import torch
 
     if min(counts) < 0:
-        raise InvalidInputError(f"a count of tokens is at least 0; got {min(counts)}")
+        raise InvalidInputError(
+            f"the count of likeliest tokens must be at least 0; got {min(counts)}"
+        )
     most = min(max(counts), rows.shape[-1])
     logprobs, token_ids = rows.topk(most)
     both = torch.stack([token_ids.double(), logprobs.double()]) if not rows.is_mps else None
@@ -233,7 +234,7 @@ def _tensor(allowed: Any, rows: torch.Tensor) -> torch.Tensor:
         right = right and bool((given >= 0).all() & (given < width).all())
     if not right:
         raise InvalidInputError(
-            f"allowed tokens are a boolean tensor [{width}], or at least one id from 0 to "
+            f"allowed tokens must be a boolean tensor [{width}], or at least one id from 0 to "
             f"{width - 1}; got {given.dtype} of shape {[*given.shape]}"
         )
     return given.to(rows.device)

@@ -124,14 +124,14 @@ def _ancestors(log_weights: Any, uniforms: Any, strata: bool) -> Any:
     points = torch.as_tensor(uniforms, dtype=torch.float64, device=weights.device)
     if points.ndim and points.shape != (n,):
         raise InvalidInputError(
-            f"{n} particles need {n} uniform numbers; got the shape {[*points.shape]}"
+            f"{n} particles need {n} uniform numbers; got a tensor of shape {[*points.shape]}"
         )
     cumulative = weights.softmax(0).cumsum(0)
     whole = cumulative[-1]
     if not bool(torch.isfinite(whole) & (points >= 0).all() & (points < 1).all()):
         if not bool(torch.isfinite(whole)):
             raise _worthless(log_weights)
-        raise InvalidInputError(f"uniform numbers are from 0 to below 1; got {safe_repr(uniforms)}")
+        raise InvalidInputError(f"uniform numbers must be in [0, 1); got {safe_repr(uniforms)}")
     if strata:
         points = (torch.arange(n, dtype=torch.float64, device=weights.device) + points) / n
     # Points stay below the whole, even if the product was rounded up, so that no particle without
@@ -156,7 +156,7 @@ def _weights(log_weights: Any) -> torch.Tensor:
         given = torch.empty(0)
     if given.ndim != 1 or not len(given):
         raise InvalidInputError(
-            f"log-weights are a vector with one number for each particle; got "
+            f"log-weights must be a vector with one number for each particle; got "
             f"{safe_repr(log_weights)}"
         )
     return given
@@ -164,6 +164,6 @@ def _weights(log_weights: Any) -> torch.Tensor:
 
 def _worthless(log_weights: Any) -> InvalidInputError:
     return InvalidInputError(
-        "log-weights must be numbers or -inf, and not all of them -inf: no particle has any weight "
-        f"left, or one is NaN or +inf; got {safe_repr(log_weights)}"
+        "log-weights must be finite numbers or -inf, not NaN or +inf, and not all of them -inf; "
+        f"got {safe_repr(log_weights)}"
     )

@@ -85,7 +85,7 @@ class together(Generic[R]):
     def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise InvalidInputError(
-                "together takes a plain function of rows and of what the callers give; got "
+                "together takes a plain function of rows and of the callers' arguments; got "
                 f"{safe_repr(function)}"
             )
         self.function = function
@@ -177,8 +177,8 @@ def each_of(then: Thens[R], n: int) -> Sequence[Then[R]]:
     thens = [*then]
     if len(thens) != n:
         raise InvalidInputError(
-            f"there are {n} contexts and {len(thens)} of then; give one for each context, such as "
-            "map(draw, uniforms), or one for all of them"
+            f"then has {len(thens)} elements for {n} contexts; give one for each context, such as "
+            "map(draw, uniforms), or a single one for all contexts"
         )
     return thens
 

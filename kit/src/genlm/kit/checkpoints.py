@@ -59,7 +59,9 @@ def read_by_transformers(folder: str, found: Sequence[str]) -> list[str]:
     if not files or {*files} == {*found}:
         return list(found)
     others = sorted({Path(file).name for file in found} - {Path(file).name for file in files})
-    log.warning("weights.passed_over", folder=folder, files=others, why="transformers reads others")
+    log.warning(
+        "weights.passed_over", folder=folder, files=others, why="transformers does not read them"
+    )
     return files
 
 
@@ -114,10 +116,10 @@ def require_same(folder: Path | None, settings: Any, names: Iterable[str], engin
     for first, other in pairwise(found):
         if not torch.equal(found[first], found[other]):
             raise EngineError(
-                f"the checkpoint {str(folder)!r} has {other} and {first}, which differ, and "
-                f"tie_word_embeddings={settings.tie_word_embeddings}, by which {engine} takes one "
-                "for both; load it with backend='hf', or write tie_word_embeddings=false into its "
-                "config.json"
+                f"the weights {other} and {first} of the checkpoint {str(folder)!r} differ, "
+                f"but with tie_word_embeddings={settings.tie_word_embeddings} {engine} takes one "
+                "for both; load it with backend='hf', or write tie_word_embeddings=false into "
+                "its config.json"
             )
 
 

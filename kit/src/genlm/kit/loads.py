@@ -299,5 +299,6 @@ def require_all_written(unwritten: Sequence[str], model: str, kind: str, engine:
     if unwritten:
         raise EngineError(
             f"{engine} finds no weights of {kind} for {unwritten[0]} ({len(unwritten)} in all) in "
-            f"{model!r}, or they are NaN; it may call them otherwise: load it with backend='hf'"
+            f"{model!r}, perhaps because it expects other names, or they are NaN; load the model "
+            "with backend='hf'"
         )

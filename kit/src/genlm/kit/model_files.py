@@ -232,7 +232,7 @@ def _require_on_hub(name: str, files: Sequence[str]) -> None:
     if constants.HF_HUB_OFFLINE:
         raise ModelNotFoundError(
             f"{absent}, and offline mode is on (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE); give a "
-            "folder, or turn it off"
+            "folder, or turn offline mode off"
         )
     try:
         HfApi().model_info(name, timeout=HUB_PATIENCE)
@@ -240,8 +240,8 @@ def _require_on_hub(name: str, files: Sequence[str]) -> None:
         # 403 means gated, which the engine itself explains.
         if getattr(error.response, "status_code", None) != 403:
             raise ModelNotFoundError(
-                f"{absent}, and neither has the hub; look for a misspelt name, or log in "
-                "(hf auth login) if it is private"
+                f"{absent}, and the hub has none either; check the spelling of the name, or log in "
+                "(hf auth login) if the model is private"
             ) from None
     except HfHubHTTPError:
         return  # the hub answers, so the engine may try

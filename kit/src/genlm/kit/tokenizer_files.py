@@ -77,7 +77,7 @@ def follow_file(
         model=model,
         transformers=type(tokenizer).__name__,
         differing=differing,
-        why=f"{FILE} splits texts otherwise, and is taken",
+        why=f"{FILE} splits texts differently, and is followed",
     )
 
 

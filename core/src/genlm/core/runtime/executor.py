@@ -228,9 +228,9 @@ class EngineExecutor:
         """The error for an answer to a request that is not in flight."""
         failed = f" (it did: {self._failure})" if self._failure else ""
         return PluginError(
-            "genlm_step gave an answer to what is not in flight; answer every request once, and "
-            "none that was in `dropped` of an earlier step, or admitted before it raised"
-            f"{failed}; the request: {safe_repr(request)}"
+            f"genlm_step answered a request that is not in flight, {safe_repr(request)}; answer "
+            "every request once, and none that an earlier step got in `dropped`, or that was "
+            f"admitted before genlm_step raised{failed}"
         )
 
     # --- batches ----------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ class LoadedEngine:
     ) -> None:
         if isinstance(engine, type):
             raise PluginError(
-                f"backend {backend!r} loaded the class {engine.__name__}; load an instance of it"
+                f"genlm_load of backend {backend!r} returned the class {engine.__name__}; return "
+                "an instance of it"
             )
         self.backend = backend
         self._owner = f"engine {type(engine).__name__} of backend {backend!r}"

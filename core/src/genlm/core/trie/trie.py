@@ -81,7 +81,7 @@ class TokenCharacterTrie:
     def __init__(self, decode: Iterable[Any], device: str | None = None) -> None:
         if isinstance(decode, str | bytes) or not isinstance(decode, Iterable):
             raise VocabularyItemError(
-                "a trie is over the items of a vocabulary, for instance those of lm.byte_vocab; "
+                "a trie needs the items of a vocabulary, for instance lm.byte_vocab; "
                 f"got {safe_repr(decode)}"
             )
         self.decode = list(decode)  # a copy, because the caller may change the original

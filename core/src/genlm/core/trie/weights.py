@@ -99,8 +99,8 @@ def check_summed(weights: FloatArray) -> None:
     if (greatest := weights.max()) <= 0:
         raise InvalidInputError(
             "the weights of a sum look like log-probabilities: they are from "
-            f"{weights.min():.6g} to {greatest:.6g}; give row.exp(), or take the maximum, which "
-            "needs none (of weights that are negative indeed, sum the negated ones)"
+            f"{weights.min():.6g} to {greatest:.6g}; give row.exp(), or use the maximum, which "
+            "takes log-probabilities. (To sum weights that are all negative, negate them first)"
         )
 
 
@@ -116,7 +116,7 @@ def to_array(ws: Any) -> FloatArray:
         return array if array.dtype in FLOATS else array.astype(np.float64)
     except (TypeError, ValueError):
         raise InvalidInputError(
-            f"weights must be numbers, as those of a row; got {safe_repr(ws)}{unawaited(ws)}"
+            f"weights must be numbers, such as row.exp(); got {safe_repr(ws)}{unawaited(ws)}"
         ) from None
 
 

@@ -49,9 +49,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
     if length > MAX_HEADER_BYTES:
-        raise _unsound(
-            file, f"its header has {length} bytes, and at most {MAX_HEADER_BYTES} are read"
-        )
+        raise _unsound(file, f"its header has {length} bytes; at most {MAX_HEADER_BYTES} are read")
     try:  # the library reads no number of more than 64 bits, and checks sizes against the file
         with safe_open(file, framework="np") as tensors:
             names = tensors.keys()
@@ -65,8 +63,9 @@ def _tensor(file: Path, name: str, found: Any) -> Tensor:
     if len(name) > MAX_NAME_CHARACTERS or len(shape) > MAX_DIMENSIONS:
         raise _unsound(
             file,
-            f"it has a tensor {name[:40]!r} of {len(shape)} dimensions, whose name has {len(name)} "
-            f"characters, where at most {MAX_DIMENSIONS} and {MAX_NAME_CHARACTERS} are read",
+            f"its tensor {name[:40]!r} has {len(shape)} dimensions and a name of {len(name)} "
+            f"characters; at most {MAX_DIMENSIONS} dimensions and {MAX_NAME_CHARACTERS} characters "
+            "are read",
         )
     return Tensor(name, shape, found.get_dtype())
 

@@ -68,7 +68,7 @@ def _compared(
 
     folder = subject.folder()
     if folder is None:
-        raise Unanswered("it is no folder of a model, nor in the hub's cache")
+        raise Unanswered("it is neither a model's folder nor in the hub's cache")
     if adapter is not None:
         lm.add_new_lora(adapter, ADAPTER)
     with Reference(subject, folder, adapter) as reference:

@@ -126,7 +126,7 @@ def _reference(subject: Subject, asked: bool) -> Reference:
         raise Unanswered(subject.on_request)
     folder = subject.folder()
     if folder is None:
-        raise Unanswered("it is no folder of a model, nor in the hub's cache yet")
+        raise Unanswered("it is neither a model's folder nor in the hub's cache yet")
     if not asked and (seconds := seconds_for(folder)) > MOST_SECONDS:
         raise Unanswered(f"transformers' rows would take about {seconds:.0f} seconds")
     return Reference(subject, folder)

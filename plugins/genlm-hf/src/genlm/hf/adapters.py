@@ -161,17 +161,17 @@ class AdapterSet:
 
         if any(isinstance(module, BaseTunerLayer) for module in self._model.modules()):
             raise UnsupportedError(
-                "the model had adapters of PEFT's before AsyncTransformer got it, and they are "
-                "part of the base model; "
-                "merge them (merge_and_unload), or give the plain model and add every adapter by "
-                "add_new_lora"
+                "the model already had PEFT adapters when AsyncTransformer was made, and they are "
+                "part of the base model; merge them (merge_and_unload), or give the model without "
+                "adapters and add every adapter with add_new_lora"
             )
         for name, each in self._model.named_parameters():
             if each.device.type == "meta":
                 raise UnsupportedError(
-                    f"the weights {name} are on no device, as where they were offloaded, and "
-                    "LoRA needs all weights in memory; load the model with a device_map that keeps "
-                    "them there, or merge the adapter into the model (merge_and_unload in PEFT)"
+                    f"the weights {name} are not in memory (device 'meta'), probably because they "
+                    "were offloaded, and LoRA needs all weights in memory; load the model with a "
+                    "device_map that keeps them there, or merge the adapter into the model "
+                    "(merge_and_unload in PEFT)"
                 )
         self._shapes = module_shapes(self._model)
         self._parameters = {

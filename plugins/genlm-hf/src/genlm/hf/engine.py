@@ -155,11 +155,12 @@ class HFEngine:
         if not (hasattr(model, "config") and hasattr(model, "device")):
             inner = "model.module" if hasattr(model, "module") else "a PreTrainedModel"
             lacks = "device" if hasattr(model, "config") else "configuration"
-            raise EngineError(f"{kind} has no {lacks} of a model; give {inner}")
+            raise EngineError(f"{kind} has no {lacks}, which every model has; give {inner}")
         if model.device.type == "meta":
             raise EngineError(
-                f"the first weights of this {kind} are on no device, as where they were offloaded "
-                "to disk; load it with a device_map that keeps the embeddings in memory"
+                f"the first weights of this {kind} are not in memory (device 'meta'), probably "
+                "because they were offloaded to disk; load it with a device_map that keeps the "
+                "embeddings in memory"
             )
         if getattr(model.config, "is_encoder_decoder", False):
             raise EngineError(
@@ -170,7 +171,7 @@ class HFEngine:
         if not generates and model.get_output_embeddings() is None:
             raise EngineError(
                 f"{kind} has no output layer over the vocabulary; give a causal language model "
-                "(AutoModelForCausalLM); one of your own class names the layer in "
+                "(AutoModelForCausalLM); a class of your own must return the layer from "
                 "get_output_embeddings()"
             )
         served = served_model(model)
@@ -178,7 +179,7 @@ class HFEngine:
         if owner == id(served) and engine() is not None:  # a copy of a model has another id
             raise EngineError(
                 "this model object is served by another AsyncTransformer, which owns its state; "
-                "share that one, close it first, or load the model a second time"
+                "use that AsyncTransformer, close it first, or load the model a second time"
             )
 
     @hookimpl
@@ -327,7 +328,7 @@ class HFEngine:
             self._strategy.clear()
         if self._kind != (kind := self._kind_of(self.model)):
             raise EngineError(
-                f"the model has become another one than AsyncTransformer got: {kind}, before "
+                f"the model has changed since AsyncTransformer was made: it is {kind}, and was "
                 f"{self._kind}; close this AsyncTransformer and make a new one"
             )
 

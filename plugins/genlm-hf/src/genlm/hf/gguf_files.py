@@ -132,8 +132,8 @@ class GGUFFile:
         if lost:
             more = f" and {len(lost) - 6} more" if len(lost) > 6 else ""
             raise EngineError(
-                f"transformers would pass over what {self._path} says: {', '.join(lost[:6])}{more};"
-                f" {REMEDY}, or give the whole configuration in "
+                f"transformers would ignore these entries of {self._path}: {', '.join(lost[:6])}"
+                f"{more}; {REMEDY}, or give the whole configuration in "
                 "hf_opts={'config': AutoConfig.from_pretrained(...)}"
             )
 
@@ -148,7 +148,7 @@ class GGUFFile:
         found = [one for one in model.modules() if hasattr(one, "inv_freq")]
         if not found or any(one.inv_freq.shape != self._factors.shape for one in found):
             raise EngineError(
-                f"{self._path} has {FREQUENCIES}, for which {type(model).__name__} has no place; "
+                f"{self._path} has {FREQUENCIES}, which {type(model).__name__} cannot apply; "
                 f"{REMEDY}"
             )
         for rotary in found:

@@ -120,8 +120,8 @@ def _from_pretrained(name: str, arguments: Mapping[str, Any]) -> tuple[Any, Any]
                 raise
             family = unknown[1]
     raise EngineError(
-        f"{name!r} is not a causal language model: transformers has none for {family}; give one "
-        "that continues text"
+        f"{name!r} is not a causal language model: transformers has no causal class for {family}; "
+        "give a model that continues text"
     )
 
 

@@ -127,7 +127,8 @@ def _converted(model: Any, folder: AdapterFolder) -> tuple[dict[str, Any], dict[
     except Exception as error:
         raise InvalidAdapterError(
             f"LoRA adapter {folder.path} cannot be converted for this version of transformers "
-            f"({type(error).__name__}: {' '.join(str(error).split())}); save it again there"
+            f"({type(error).__name__}: {' '.join(str(error).split())}); save it again "
+            "with that version"
         ) from error
     settings: dict[str, Any] = {
         "target_parameters": sorted(config.target_parameters or ()),
@@ -163,6 +164,7 @@ def _require_alike(folder: AdapterFolder, settings: Mapping[str, Any]) -> None:
     if any("." in name for name in named) or (joined and folder.features.keys() & {*PER_MODULE}):
         found = [folder.features[each] for each in PER_MODULE if each in folder.features]
         raise InvalidAdapterError(
-            f"LoRA adapter {folder.path} names modules as another version of transformers did, and "
-            f"has {', '.join(found)}, which is not converted; save it again under this version"
+            f"LoRA adapter {folder.path} has the module names of another version of transformers, "
+            f"and {', '.join(found)}, which cannot be converted; save it again with the installed "
+            "version"
         )

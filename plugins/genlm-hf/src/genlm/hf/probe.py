@@ -149,9 +149,9 @@ def choose_reuse(
 
 def _not_causal(model: Any) -> EngineError:
     return EngineError(
-        f"the rows of this {type(model).__name__} depend on what comes after them, tokens or "
-        "padding, as those of a masked language model do; load a causal language model, and set "
-        "forward hooks that change the last position after AsyncTransformer is made"
+        f"the rows of this {type(model).__name__} depend on later tokens or padding, as in a "
+        "masked language model; load a causal language model. If a forward hook that changes the "
+        "last position is the cause, set it after AsyncTransformer is made"
     )
 
 

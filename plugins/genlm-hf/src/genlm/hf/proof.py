@@ -49,8 +49,8 @@ class BaseRow:
                 "load the model without quantisation"
             )
         return EngineDeadError(
-            f"{what}, also after it was removed; load the model again, without quantisation if "
-            "adapters are needed"
+            f"{what}, even after it was removed; load the model again, without quantisation if you "
+            "need adapters"
         )
 
     def check(self, adapter: Adapter) -> None:
@@ -65,7 +65,7 @@ class BaseRow:
         else:
             if self._row.isnan().any() or not row.isnan().any():
                 return
-            why = "its rows are NaN, as where weights are beyond what the model's type can hold"
+            why = "its rows are NaN, perhaps because weights exceed the range of the model's dtype"
         raise InvalidAdapterError(
             f"LoRA adapter {adapter.path} cannot be applied: {why}; train it again, or take an "
             "earlier checkpoint of it"

@@ -58,8 +58,8 @@ def refuse_unread(settings: Any, model: Any) -> None:
     """
     if settings.model_type in WRONG:
         raise EngineError(
-            f"mlx-lm {WRONG[settings.model_type]} of {settings.model_type}; load it with "
-            "backend='hf'"
+            f"mlx-lm {WRONG[settings.model_type]} of {settings.model_type}, so its rows would be "
+            "wrong; load it with backend='hf'"
         )
     rope = getattr(settings, "rope_parameters", None) or {}
     misread = dict(MISREAD)
@@ -70,7 +70,7 @@ def refuse_unread(settings: Any, model: Any) -> None:
         if settings.model_type == family and wrong(value):
             raise EngineError(
                 f"the checkpoint has {name}={value!r}, which mlx-lm's {family} computes "
-                "otherwise; load it with backend='hf'"
+                "differently from transformers; load it with backend='hf'"
             )
     inner = getattr(model, "language_model", model)
     read = getattr(inner, "args", None)
@@ -86,6 +86,6 @@ def refuse_unread(settings: Any, model: Any) -> None:
         )
         if unread and not alike(value, usual):
             raise EngineError(
-                f"the checkpoint has {name}={value!r}, and mlx-lm computes this family "
+                f"the checkpoint has {name}={value!r}, but mlx-lm computes this family "
                 f"({settings.model_type}) with {usual!r}; load it with backend='hf'"
             )

@@ -51,7 +51,7 @@ def repair(model: Any, settings: Any) -> int | None:
         return None
     if any(sizes):
         raise EngineError(
-            f"the checkpoint has layer_types={settings.layer_types!r}, and mlx-lm's "
+            f"the checkpoint has layer_types={settings.layer_types!r}, but mlx-lm's "
             f"{settings.model_type} has windows in other layers; load it with backend='hf'"
         )
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]

@@ -284,8 +284,8 @@ class Fleet:
             adapter = query_of(job.request).adapter
             error = self._lost.get(adapter.version) if adapter else None
             if adapter and error:
-                why = f"adapter {adapter.name!r} could not be loaded again when a replica started"
-                self._answer([job], [EngineError(f"{why} again: {error}; add it again")])
+                why = f"adapter {adapter.name!r} could not be loaded when a replica started again"
+                self._answer([job], [EngineError(f"{why}: {error}; add it again")])
 
     def _advance_change(self) -> None:
         """Find a replica for an entry on trial, or end the change once all replicas have applied

@@ -197,7 +197,9 @@ class VllmEngine:
         blocks that it waits for, whatever was counted."""
         self._release([*replaced, *self._sessions.trim(len(self._in_flight))])
         if self._in_flight.has_stood_still() and (idle := self._sessions.drop_idle()):
-            log.warning("vllm.stood_still", sessions=len(idle), what="they are released")
+            log.warning(
+                "vllm.stood_still", sessions=len(idle), what="these idle sessions are released"
+            )
             self._release(idle)
 
     def _release(self, sessions: Sequence[VllmRequest]) -> None:

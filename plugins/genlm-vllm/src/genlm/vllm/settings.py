@@ -170,7 +170,7 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         if longest is None or longest > window:
             raise EngineError(
                 f"some layers of this {settings.model_type} have a window of {window} tokens, and "
-                "vLLM gives layers other windows than its configuration; load it with "
+                "vLLM's windows differ from the configuration's; load it with "
                 f'engine_opts={{"max_model_len": {window}}}, within which no window matters, or '
                 'with backend="hf"'
             )
@@ -192,8 +192,8 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         if engine_opts.get("enable_prefix_caching"):
             raise InvalidOptionError(
                 "engine_opts['enable_prefix_caching'] = True is not supported for "
-                f"{settings.model_type} on a CPU, where vLLM keeps no states of Mamba between the "
-                "blocks of a prompt; leave it out"
+                f"{settings.model_type} on a CPU, where vLLM keeps no Mamba states between the "
+                "blocks of a prompt; leave the option out"
             )
         corrected["enable_prefix_caching"] = False
     ends, before = _end_of(settings)

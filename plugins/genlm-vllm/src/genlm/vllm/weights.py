@@ -110,9 +110,10 @@ def explain_repacked_weights(model: Any) -> None:
         # The cause is a size, or the loader no longer exists.
         except (AssertionError, AttributeError) as error:
             raise UnsupportedError(
-                "vLLM has packed the weights of this model anew, and cannot load others into it "
-                f"({describe_error(error)}); some may have been loaded, so close it: save the "
-                "weights to a folder and load that, or load the model with backend='hf'"
+                "vLLM has packed the weights of this model into a layout of its own, and cannot "
+                f"load new weights into it ({describe_error(error)}); some weights may have "
+                "changed, so close the model. Then save the weights to a folder and load the "
+                "folder, or load the model with backend='hf'"
             ) from error
 
     model.load_weights = load_weights
