@@ -84,7 +84,7 @@ async def test_request_equal_to_a_running_one_shares_its_row(mock, gate):
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-def test_batch_size_caps_what_the_engine_has_in_hand(mock, gate, continuous):
+def test_batch_size_limits_the_requests_in_flight(mock, gate, continuous):
     lm = mock(batch_size=4, continuous=continuous)
     lm.batch_next_token_logprobs_sync([[i] for i in range(10)])
     assert max(len(batch) for batch in gate.batches) == 4

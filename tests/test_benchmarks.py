@@ -66,7 +66,7 @@ def test_a_move_within_the_spread_of_either_side_is_left_out(noisy):
     assert changes(rounds(0.5), after) == ["1 cases compared, 0 moved by more than 10%"]
 
 
-def test_a_run_of_some_workloads_compares_these_and_says_which_are_new():
+def test_run_of_some_workloads_compares_only_these_and_names_new_ones():
     before = results(10) + results(10, workload="batcher")
     after = results(20, workload="batcher") + results(1, workload="new")
     assert changes(before, after) == [
@@ -80,7 +80,7 @@ def test_the_committed_results_compare_with_themselves_and_are_the_page():
     kept = read(command.RESULTS)
     first, *unknown = changes(kept, kept)
     assert re.fullmatch(r"[1-9]\d* cases compared, 0 moved by more than 10%", first)
-    # Cases that only the floor or theirs has.
+    # Cases that are only in the floor or only in the other tool's results.
     assert all("had nothing to compare with" in line for line in unknown)
     page = command.RESULTS.with_name("RESULTS.md").read_text().splitlines()
     assert [

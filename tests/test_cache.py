@@ -63,7 +63,7 @@ def test_last_of_many_rows_stored_at_once_are_kept(limits):
     assert (len(cache), cache.nbytes) == (3, 48)
 
 
-def test_the_ids_of_long_contexts_and_objects_are_bytes_too():
+def test_ids_and_objects_of_long_contexts_count_as_bytes():
     each = 16 + 1100 + 50 * 1000
     cache = OutputCache(maxsize=None, max_bytes=2 * each)
     for i in range(3):

@@ -27,7 +27,7 @@ def lists(count, length, start=()):
         (lists(9, 5, start=range(20)), False),
     ],
 )
-def test_candidates_that_share_rows_are_left_to_them(candidates, native):
+def test_candidates_that_share_rows_are_scored_from_rows(candidates, native):
     scores = [ScoreRequest(CONTEXT, each) for each in candidates]
     assert cheaper_as_requests(scores) == scores * native
 

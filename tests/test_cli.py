@@ -137,7 +137,7 @@ def test_plugin_error_is_one_line_unless_traceback_is_requested(install, capsys)
     assert raised.traceback[-1].name == "genlm_load"
 
 
-def test_an_interrupted_command_ends_as_shells_expect(monkeypatch):
+def test_interrupted_command_ends_with_the_exit_code_of_the_signal(monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
@@ -366,7 +366,9 @@ def test_bench_measures_every_backend_and_says_why_one_cannot(genlm, install):
     assert all(line.startswith("dtype: float32 takes ") for line in dtype)
 
 
-def test_bench_without_a_name_measures_what_runs_here_but_the_mock(install, monkeypatch, capsys):
+def test_bench_without_a_name_measures_available_backends_except_the_mock(
+    install, monkeypatch, capsys
+):
     install("good")
     install("elsewhere", unavailable="not here")
     install("broken", "raise RuntimeError")
@@ -460,7 +462,7 @@ class Terminal(io.StringIO):
     ],
     ids=["bench", "conformance", "doctor"],
 )
-def test_a_terminal_shows_progress_and_nothing_of_it_remains(arguments, shown, monkeypatch, capsys):
+def test_terminal_shows_progress_and_erases_it(arguments, shown, monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr", Terminal())
     main(arguments)
     written = capsys.readouterr().out

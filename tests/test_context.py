@@ -149,7 +149,7 @@ def test_first_counts_tokens_as_a_slice_does(length):
             assert context.first(first) == Context(ids[:first], 258)
 
 
-def test_a_context_too_long(mock):
+def test_too_long_context_is_rejected(mock):
     lm = mock(max_context=2)
     context = lm.context([1, 2])
     lm.next_token_logprobs_sync(context)

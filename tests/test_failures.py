@@ -60,7 +60,7 @@ class Fatal(BaseException):
         (NotImplementedError, r"NotImplementedError: raised in \S+\.on_batch"),
     ],
 )
-def test_an_error_fails_its_own_request_and_says_which_and_why(mock, continuous, error, said):
+def test_error_fails_its_own_request_and_names_it_and_the_cause(mock, continuous, error, said):
     def on_batch(queries):
         if any(query.token_ids == (3, 1) for query in queries):
             raise error

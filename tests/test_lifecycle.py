@@ -417,7 +417,7 @@ def test_a_forked_child_is_told_waits_for_no_lock_and_exits_cleanly():
         ):
             threading.Thread(target=use).start()
             held.reached.wait()
-        # From Python 3.12 on, to fork a process with threads warns of what is tested here.
+        # Since Python 3.12, forking a process with threads warns, and this test does so on purpose.
         warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
         child = os.fork()
         if not child:

@@ -107,7 +107,7 @@ def test_large_files_must_be_whole(tmp_path):
             require_model(str(tmp_path))
 
 
-def test_every_file_of_the_index_is_there(tmp_path):
+def test_index_that_names_missing_files_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -77,7 +77,7 @@ def test_particles_share_batches_and_zero_particles_draw_nothing(mock, gate) -> 
 
 
 @pytest.mark.parametrize("n", [0, 1.5])
-def test_how_many_is_checked(mock, n) -> None:
+def test_number_of_particles_is_checked(mock, n) -> None:
     with pytest.raises(InvalidOptionError, match="n must be an integer of at least 1"):
         mock().sample_particles_sync([1], n, 3)
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.any_version
 IDS = [*range(3, 258, 3)]
 MASK = torch.tensor([at in IDS for at in range(258)])
 
-#: Forms of what is allowed, each with the ids that it means.
+#: Forms of the argument ``allowed``, each with the ids that it allows.
 ALLOWED = {
     "ids": (torch.tensor(IDS), IDS),
     "a list": (IDS, IDS),

@@ -402,7 +402,7 @@ def test_a_batch_call_shares_calls_of_a_function_with_other_callers(mock, ranked
     assert one == Ranked.of(row_of(3), 0)
 
 
-def test_a_batch_call_refuses_another_number_of_them(mock, gate, ranked):
+def test_batch_call_with_a_wrong_number_of_functions_is_rejected(mock, gate, ranked):
     lm = mock()
     with pytest.raises(InvalidInputError, match="then has 3 elements for 2 contexts"):
         lm.batch_next_token_logprobs_sync([[1], [2]], then=[ranked.then(0)] * 3)
@@ -547,7 +547,7 @@ async def test_reducing_engine_drops_a_cancelled_caller(reducing, gate, ranked):
     assert sum(ranked.calls) == 1
 
 
-def test_with_a_wrapper_the_core_makes_them_of_changed_rows(ranked):
+def test_with_a_wrapper_reductions_are_computed_from_changed_rows(ranked):
     def no_best(queries, rows):
         return rows.scatter(1, rows.argmax(-1, keepdim=True), -torch.inf).log_softmax(-1)
 

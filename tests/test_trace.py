@@ -66,7 +66,7 @@ def test_requests_batches_stages_and_hits(mock, path):
         assert phases == {"b": 1, "e": 1}
 
 
-async def test_how_a_request_ended(mock, gate, path):
+async def test_trace_says_how_each_request_ended(mock, gate, path):
     lm = mock(fail_on=lambda query: query.token_ids == (7,))
     with lm.trace(path):
         with pytest.raises(EngineError):

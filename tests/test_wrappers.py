@@ -87,7 +87,7 @@ def test_next_processor_may_write_into_the_rows_of_the_one_before(how):
 
 
 @engines
-def test_a_processor_is_called_once_for_what_a_batch_or_step_finished(engine):
+def test_processor_is_called_once_for_the_rows_of_a_batch_or_step(engine):
     """Its rows are as wide as the vocabulary, and not as the engine."""
     calls = []
 

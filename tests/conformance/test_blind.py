@@ -15,7 +15,7 @@ from .faulty import OfABlindEngine
 
 pytestmark = pytest.mark.any_version
 
-#: Clauses that look back at what the other one has asked.
+#: Clauses that check the requests of an earlier clause, with that clause.
 LOOKS_BACK = {"contract_is_kept_throughout": "batch_answers_in_order"}
 
 

@@ -52,7 +52,7 @@ def faulty(install: Callable[..., None]) -> None:
         install(name, PLUGIN.replace("{row}", row))
 
 
-#: Some clauses, and what comes of them where the backend is heavy.
+#: Some clauses, each with its outcome on a heavy backend.
 CLAUSES = {
     "bytes_of_text": "passed",
     "row_is_normalised": "failed",

@@ -26,7 +26,7 @@ from .faulty import OfTheMock
 
 pytestmark = pytest.mark.any_version
 
-#: Lets go at the end what was held.
+#: Set at the end, to release the threads that the tests hold.
 END = threading.Event()
 
 

@@ -20,7 +20,7 @@ from .mutants import MUTANTS
 
 pytestmark = pytest.mark.any_version
 
-#: Clauses that look back, and those that give them something to see.
+#: Clauses that check the requests of earlier clauses, with those clauses.
 LOOKS_BACK = {
     "contract_is_kept_throughout": {
         "batch_answers_in_order",

@@ -33,7 +33,7 @@ class Changing:
 class WrapperClauses:
     """Clauses on what a wrapper changes."""
 
-    def test_changed_rows_are_what_every_method_gives(self, live: Subject) -> None:
+    def test_every_method_gives_the_changed_rows(self, live: Subject) -> None:
         """With a wrapper that changes rows, all ways of asking, draws and scores tell the changed
         distribution."""
         prompt, other = live.contexts.stem[:4], live.contexts.stem[:2]

@@ -137,7 +137,7 @@ def test_windows_of_a_long_text_begin_with_the_tokenizers_first_token(begins):
     assert found == pytest.approx(score([256, *ids[-(LONGEST - len(rest)) :]], rest), abs=1e-3)
 
 
-def test_two_tasks(ours, theirs, tmp_path, monkeypatch):
+def test_harness_gives_the_same_results_for_two_tasks(ours, theirs, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
     shared = {

@@ -27,7 +27,7 @@ HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 def printed_by(capsys: pytest.CaptureFixture[str], real_model: str) -> Callable[[str], str]:
     """The output of a text's blocks on the real model."""
     pytest.importorskip("genlm.hf", reason="the pages use genlm-hf, which is not installed here")
-    # As in a process of its own, since other tests have configured structlog.
+    # Other tests have configured structlog; a program on its own has not.
     structlog.reset_defaults()
 
     def run(text: str) -> str:

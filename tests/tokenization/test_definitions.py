@@ -74,7 +74,7 @@ def refuses(tokenizer, reason):
         ([d.Replace("▁", " "), d.Fuse(), d.Strip(" ", 1, 0)], {"▁a": b" a", "a": b"a"}),
     ],
 )
-def test_decoders(steps, expected):
+def test_decoder_steps_give_the_expected_bytes(steps, expected):
     decoder = d.Sequence(steps) if len(steps) > 1 else steps[0]
     tokenizer = tokenizer_of(expected, decoder, PLAIN if "ByteLevel" in repr(decoder) else None)
     assert contents(tokenizer) == [*expected.values()]
@@ -262,7 +262,7 @@ def chosen(components, most):
     texts=TEXTS,
 )
 @settings(max_examples=150)
-def test_whatever_is_accepted_keeps_the_text(spelling, before, after, normalizers, decoders, texts):
+def test_accepted_tokenizer_keeps_the_text(spelling, before, after, normalizers, decoders, texts):
     pieces = [*sorted(p.ByteLevel.alphabet()), "▁", " ", "\n", "ab", "Ġa", "▁a", "Ã\u0178"]
     merges = [("a", "b"), ("Ġ", "a"), ("▁", "a")]
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -284,7 +284,7 @@ def test_whatever_is_accepted_keeps_the_text(spelling, before, after, normalizer
 # --- hostile files --------------------------------------------------------------------------------
 
 
-def test_a_token_id_beyond_all_reason_is_rejected_before_memory_is_taken():
+def test_huge_token_id_is_rejected_before_memory_is_taken():
     with pytest.raises(VocabularyError, match="token id 2147483648, but ids must be below 4194304"):
         decode_vocab(with_model(bpe({"a": 0, "b": 2**31})))
 

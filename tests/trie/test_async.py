@@ -150,7 +150,7 @@ def test_async_trie_works_again_after_a_shutdown(trie, weights):
     assert np.array_equal(before, after)
 
 
-def test_a_shutdown_fails_what_still_waits(trie, watched, weights):
+def test_shutdown_fails_waiting_calls(trie, watched, weights):
     async def ask():
         watched.go_on.clear()
         running = asyncio.ensure_future(trie.weight_sum(weights[0]))
@@ -196,7 +196,7 @@ def test_forked_child_gets_its_own_worker_even_if_the_lock_was_held():
     result = run_python("""
         import asyncio, os, signal, threading, warnings
         from genlm.core.trie import AsyncTokenCharacterTrie
-        # From Python 3.12 on, to fork a process with threads warns of what is tested here.
+        # Since Python 3.12, forking a process with threads warns, and this test does so on purpose.
         warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
         trie = AsyncTokenCharacterTrie.from_vocab([b"a", b"ab"], backend="sequential")
         def works():
@@ -221,7 +221,7 @@ def test_forked_child_gets_its_own_worker_even_if_the_lock_was_held():
     assert (result.stdout, result.stderr) == ("0\n", "")
 
 
-def test_backends(vocabulary):
+def test_from_vocab_chooses_the_trie_by_its_backend(vocabulary):
     sequential = AsyncTokenCharacterTrie.from_vocab(vocabulary, backend="sequential")
     assert type(sequential.trie) is TokenCharacterTrie
     parallel = AsyncTokenCharacterTrie.from_vocab(vocabulary, device="cpu")

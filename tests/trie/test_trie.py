@@ -268,7 +268,7 @@ def test_weights_that_pytorch_cannot_read(trie_class, vocabulary, weights, dtype
 
 
 @tries
-def test_results_of_any_kind(trie_class, vocabulary, weights):
+def test_results_have_the_requested_dtype_and_kind(trie_class, vocabulary, weights):
     trie = trie_class(vocabulary)
     exact = trie.batch_weight_sum(weights)
     assert isinstance(exact, np.ndarray)

@@ -80,7 +80,7 @@ def test_a_step_gives_the_rows_of_the_raw_model(shape: str, shared: bool) -> Non
     assert figures["rows_apart"] < ATOL
 
 
-def test_a_step_of_constant_shape_gives_them_too() -> None:
+def test_step_of_constant_shape_is_measured_with_its_error() -> None:
     model = model_of("tiny", "cpu", torch.float32)
     figures = step_figures(model, 3, length=15, repeat=2, shared=False, static=True)
     assert figures["rows_apart"] < ATOL

@@ -137,7 +137,7 @@ def test_scores_with_a_hook_on_the_last_position(pair: Pair) -> None:
     pair.check_scores((text[:5], text[5:]), (text[:5], (1, 2, 3)))
 
 
-def test_a_hook_on_all_modules_is_tried_too() -> None:
+def test_global_module_hook_is_tried() -> None:
     pair = unproven(small_family("bloom", 64))
     grow(pair)
 

@@ -236,7 +236,7 @@ def test_a_closed_model_leaves_nothing_behind(
         with AsyncTransformer.from_name(tiny) as lm:
             lm.next_token_logprobs_sync(CONTEXT)
 
-    use()  # the first use allocates what imports keep
+    use()  # the first use allocates memory that imports keep
     before = left_behind()
     use()
     assert left_behind() == before

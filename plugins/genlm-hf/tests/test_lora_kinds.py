@@ -85,7 +85,7 @@ def test_removing_an_adapter_frees_its_memory(tiny: str, tmp_path: Path) -> None
             lm.remove_lora("a")
             lm.clear_kv_cache()
 
-        use(folders[0])  # the first adapter also allocates what is kept for all
+        use(folders[0])  # the first adapter also allocates memory that is kept for all adapters
         remove()
         before = tensor_bytes()
         for folder in folders:

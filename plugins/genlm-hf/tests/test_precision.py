@@ -191,7 +191,7 @@ def test_four_bits_of_a_real_model(real_model: str) -> None:
 
 
 @pytest.mark.any_version
-def test_compiled(tiny: str) -> None:
+def test_compiled_model_gives_the_rows_of_a_plain_one(tiny: str) -> None:
     """Traced, and traced again where shapes are new, which takes seconds for each layer;
     `costly_compiled.py` has more of them, and compiled, too."""
     check_compiled(tiny, backend="eager", num_hidden_layers=1)

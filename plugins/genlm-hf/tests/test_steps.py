@@ -26,7 +26,7 @@ def chunked() -> Any:
     return proven(llama_config(), max_batch_tokens=CHUNK)
 
 
-def test_a_hybrid_model_computes_long_contexts_in_chunks_too() -> None:
+def test_hybrid_model_computes_long_contexts_in_chunks() -> None:
     model = proven(LFM2, max_batch_tokens=CHUNK)
     (prompt,), (short,) = draw(1, 100), draw(1, 5, seed=1)
     assert model.step(prompt) == set()

@@ -93,7 +93,7 @@ def test_a_closed_model_leaves_nothing_behind(
         with load_model_by_name(str(folders("llama")), "mlx") as lm:
             lm.next_token_logprobs_sync([1, 2, 3])
 
-    use()  # the first use allocates what imports keep
+    use()  # the first use allocates memory that imports keep
     before = left_behind()
     use()
     assert left_behind() == before

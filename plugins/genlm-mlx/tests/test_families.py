@@ -93,7 +93,7 @@ def test_pinned_prefix_is_kept_without_a_budget_and_dropped_by_clear(
     assert len(engine.store) == 0
 
 
-#: Families with what mlx-lm cannot do with their folders.
+#: Families that mlx-lm cannot load from their folders, each with the reason.
 REFUSED = {
     "a head beside tied embeddings": "model.embed_tokens.weight and lm_head.weight, which differ",
     "names without their beginning": "parameters not in model: embed_tokens.weight",

@@ -85,7 +85,7 @@ def test_missing_weights_are_rejected_without_a_useless_remedy(
         ({"dtype": "float16"}, "no option dtype of its own; it is the checkpoint"),
     ],
 )
-def test_options_that_are_rejected(options: dict[str, object], said: str) -> None:
+def test_unsupported_option_is_rejected(options: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidOptionError, match=said):
         load("nowhere", options)
 
@@ -152,7 +152,7 @@ def test_a_process_may_not_open_fewer_files(
 def test_closing_the_last_model_restores_mlx_lm(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Whatever other models are open.
+    # Independent of models that other tests have left open.
     monkeypatch.setattr(llama, NAME, base.scaled_dot_product_attention)
     folder = str(folders("llama"))
     first, second = (load_model_by_name(folder, backend="mlx") for _ in range(2))

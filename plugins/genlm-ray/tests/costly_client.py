@@ -17,8 +17,8 @@ from .conftest import PATIENCE
 
 pytest.importorskip("grpc", reason="Ray's client needs grpcio: pip install 'ray[client]'")
 
-#: Asks a fleet the same as a model of its own. The arguments are the address, the backend, the
-#: model and an adapter.
+#: A program that asks a fleet and a model in its own process the same. Its arguments are the
+#: address, the backend, the model and an adapter.
 PROGRAM = """
 import asyncio, ray, sys, torch
 from genlm.core import load_model_by_name

@@ -26,7 +26,7 @@ def cold(hooks):
     hooks.genlm_clear_kv_cache()
 
 
-def test_too_long_a_prompt_fails_alone(hooks, contexts, reference):
+def test_too_long_prompt_fails_alone(hooks, contexts, reference):
     """SGLang runs another request in its place, whose row must not be taken for an answer."""
     (long,) = contexts(1, hooks.max_context + 1, hooks.max_context + 1)
     (short,) = contexts(1, 10, 10)

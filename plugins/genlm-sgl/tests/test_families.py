@@ -105,7 +105,7 @@ def test_latent_attention_is_rejected_by_name(tmp_path: Path) -> None:
     assert re.search(rf"no latent attention for glm4_moe_lite|{silent}", found.why)
 
 
-#: Families with what SGLang cannot do with their folders.
+#: Families that SGLang cannot load from their folders, each with the reason.
 REFUSED_FOLDERS = {
     "another family's scale": "logit_scale=0.1, and SGLang's llama applies it",
     "no architecture": "SGLang cannot serve",

@@ -148,7 +148,7 @@ def test_models_that_are_closed_or_fail_to_load_leave_nothing_behind(tiny, tmp_p
         with AsyncSGLTransformer.from_name(tiny, SMALL) as lm:
             lm.next_token_logprobs_sync([1, 2, 3])
 
-    use()  # the first use allocates what imports keep
+    use()  # the first use allocates memory that imports keep
     before = left_behind(made)
     assert made
     with pytest.raises(Exception, match="no_such_backend"):

@@ -31,7 +31,7 @@ def assert_cold_rows(hooks, answered):
         torch.testing.assert_close(row, cold, atol=1e-4, rtol=0)
 
 
-def test_siblings_of_a_new_prompt_compute_it_once(hooks, contexts):
+def test_requests_that_share_a_new_prompt_compute_it_once(hooks, contexts):
     (prompt,) = contexts(1, 40, 40)
     assert hooks.tokens(beginning_with(prompt, 10)) == 50
     asked = list(map(Query, beginning_with(prompt, 10)))

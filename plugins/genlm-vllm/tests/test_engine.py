@@ -327,7 +327,7 @@ def test_scores_over_several_steps_are_the_entries_of_rows(engine):
         assert float(score[at]) == pytest.approx(float(row[drawn[at]]), abs=ATOL)
 
 
-def test_scores_read_no_state_that_vllm_leaves_out_of_them(engine):
+def test_scores_of_tokens_with_kept_state_are_right(engine):
     """vLLM returns nothing for tokens whose state it finds. Here it would find that of all tokens,
     in a full block and in a live request."""
     ids, drawn = text(0, 10), text(1, 40)

@@ -88,7 +88,7 @@ def test_weights_that_a_checkpoint_cannot_have_are_rejected(
     assert re.search(said, found.why), found
 
 
-#: Families with what vLLM cannot do with their folders.
+#: Families that vLLM cannot load from their folders, each with the reason.
 REFUSED = {
     "another family's scale": "logit_scale=0.1 of llama: vLLM applies it",
     "names without their beginning": "vLLM cannot serve .*'embed_tokens'",

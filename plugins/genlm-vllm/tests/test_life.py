@@ -61,7 +61,7 @@ LIFE = textwrap.dedent(
     before = held()
     before["threads"].add("tqdm_monitor")  # one for all progress bars of a process
 
-    # With experts after one without, while that is open.
+    # Load a model with experts while a model without experts is open.
     *states, of_torch = random_states()
     one = load(plain)
     *after, drawn_from = random_states()

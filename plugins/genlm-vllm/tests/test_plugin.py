@@ -78,7 +78,7 @@ def test_loaded_model_cannot_be_wrapped():
         ({"engine_opts": {"enable_lora": True, "max_loras": "two"}}, "'max_loras'.*got 'two'"),
     ],
 )
-def test_options_that_are_rejected(options, said, tmp_path):
+def test_unsupported_option_is_rejected(options, said, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidOptionError, match=said):
         plugin.genlm_load(str(tmp_path), options, verify=None)

@@ -42,7 +42,7 @@ def test_verification_finds_a_changed_setting(windowed, monkeypatch):
         load_model_by_name(windowed, "vllm", engine_opts=SMALL, verify=True)
 
 
-def test_a_window_of_one_token_more_is_found_beyond_it(windowed, monkeypatch):
+def test_window_that_is_one_token_too_long_is_found(windowed, monkeypatch):
     # vLLM makes the windows of Cohere wider.
     monkeypatch.setattr(loading, "corrections", lambda *_: {})
     with pytest.raises(EngineError, match="beyond sliding_window=30"):

@@ -17,7 +17,7 @@ from .hashing import WIDTH, mix, numbers_of, weights_of
 from .registry import breaks
 from .sampler import Sampler, drawn
 
-#: After so many tokens each, a long context leaves a snapshot.
+#: A long context leaves a snapshot each time it has grown by this many tokens.
 EVERY = 32
 
 

@@ -51,9 +51,9 @@ class EngineGate:
         self._driver = driver
         self._changed = threading.Condition()
         self._inside = False
-        # The trace function of before, while on_line waits for its line.
+        # The trace function that was set before on_line set its own.
         self._traced: Any = None
-        #: What its results had against the contract, as the core tells it.
+        #: Violations of the contract that the core has found in the engine's results.
         self.violations: list[PluginError] = []
         #: What else the engine did against it, as far as it is seen here, in words.
         self.misdeeds: list[str] = []
@@ -74,9 +74,9 @@ class EngineGate:
         self._in_steps: dict[Request, None] = {}
         #: Whether a clause has the engine fail.
         self.is_provoked = False
-        #: What genlm_cache_prefix has returned since then.
+        #: The results of genlm_cache_prefix since then.
         self.pinned: list[bool | None] = []
-        #: Where all who read an adapter meet before one goes on.
+        #: Threads that read an adapter meet here before any of them continues.
         self.readers: threading.Barrier | None = None
         #: Called in the engine's thread when a call has been answered and before it returns.
         self.on_call: Callable[[], None] | None = None

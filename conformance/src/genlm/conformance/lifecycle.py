@@ -129,7 +129,7 @@ class Census:
         still = [tensor for each in self._tensors_before if (tensor := each()) is not None]
         with contextlib.suppress(Violation):
             return _holding([*still, *_tensors()]).check(self._before, most, left)
-        # Garbage of before may hold it: a cycle of objects that were not looked at.
+        # Earlier garbage may hold it: a cycle among objects that the collector skipped.
         gc.unfreeze()
         alive().check(self._before, most, left)
 
@@ -222,7 +222,7 @@ class LifecycleClauses:
             live.model.clear()
 
         work = f"of {third} rows and {DRAWS_A_TURN} draws, after both clears"
-        work_and_clear(0)  # The first turn may leave what is made once in a process.
+        work_and_clear(0)  # The first turn may leave objects that are made once per process.
         # Inside the block everything takes several times as long.
         with _traced_memory() as traced:
             work_and_clear(1)
@@ -256,7 +256,7 @@ class LifecycleClauses:
             live.model.clear()
 
         come()
-        go()  # The first adapter may leave what is made once in a process.
+        go()  # The first adapter may leave objects that are made once per process.
         left = "are left of 6 adapters that were removed"
         with contextlib.closing(Census()) as before:
             for _ in range(6):
@@ -302,7 +302,7 @@ class LifecycleClauses:
                             raise
                     time.sleep(0.2)
 
-        # A leak is left every time, other than what is made once in a process.
+        # A leak occurs each time; objects that are made once per process do not.
         for _ in range(2):
             with contextlib.suppress(Violation):
                 return check_what_is_left()

@@ -121,7 +121,7 @@ class Program:
     def __attrs_post_init__(self) -> None:
         self._known.append(self._begin())
 
-    # --- what a subclass may say ------------------------------------------------------------------
+    # --- hooks for subclasses ---------------------------------------------------------------------
 
     def ways(self) -> dict[Callable[[], None], int]:
         """The possible actions, each with its weight in the random choice."""
@@ -171,7 +171,7 @@ class Program:
         """Check conditions that must hold at any time. Called after each action; checks nothing by
         default."""
 
-    # --- what may happen --------------------------------------------------------------------------
+    # --- the actions ------------------------------------------------------------------------------
 
     def run(self, times: int) -> None:
         """Perform ``times`` random actions, then finish all requests in flight."""
@@ -390,7 +390,7 @@ class Program:
         )
         return answers
 
-    # --- what comes of it -------------------------------------------------------------------------
+    # --- comparing answers ------------------------------------------------------------------------
 
     def _go_on(self, answer: Answer) -> None:
         """What was drawn is gone on with."""

@@ -263,7 +263,7 @@ class Asked:
     task: asyncio.Future[Outcome]
     left: bool = False
     hangs: bool = False
-    disturbed: bool = False  # its adapter was bound anew or removed while it was in flight
+    disturbed: bool = False  # its adapter was rebound or removed while it was in flight
 
     def wrong(self, live: Subject) -> Violation | None:
         if self.hangs:
@@ -294,7 +294,7 @@ class Performance:
         self._salt = salt
         self._clock = 0
         self._asked: list[Asked] = []
-        self._lines: list[str] = []  # what has happened
+        self._lines: list[str] = []  # the events so far, for messages
         self._events: list[tuple[int, Event]] = []
         self._change: asyncio.Future[None] | None = None  # of an adapter, under way
         self._moving: str | None = None  # whose adapter the moving name stands for

@@ -17,8 +17,8 @@ from genlm.core.types import TokenIds
 #: The name of an adapter that is rebound in the course of a schedule.
 MOVING = "moving"
 
-#: The lengths of prompts, those of draws and scores, and the options of draws. The lengths of these
-#: three tuples have no common divisor, so all combinations come up.
+#: Lengths of prompts, lengths of drawn and scored continuations, and options of draws. The lengths
+#: of these three tuples have no common divisor, so all combinations come up.
 PROMPT_TOKENS = (3, 40, 15, 130, 31, 300, 8)
 CONTINUATION_TOKENS = (5, 2, 3, 4, 12, 1, 20, 17, 8)
 DRAW_OPTIONS: tuple[Mapping[str, Any], ...] = (
@@ -145,7 +145,7 @@ class ScheduledDraw:
         before = self.prompt + drawn[:place]
         if not right_length or not may_follow(live, before, parted, self.options, owner):
             raise Violation(message)
-        # At temperature 0 either of two equally likely tokens may be drawn, and others follow.
+        # At temperature 0, either of two equally likely tokens may be drawn; the rest then differs.
         if self.options.get("temperature") != 0.0:
             raise MovedDraw(message)
 

@@ -88,7 +88,7 @@ class Context(Sequence[int]):
     )  # fmt: skip
 
     _blocks: Block | None  # the full blocks of the ids
-    _tail: TokenIds  # the ids after those, fewer than BLOCK_TOKENS
+    _tail: TokenIds  # the ids after the full blocks, fewer than BLOCK_TOKENS
     _ids: TokenIds | None  # all ids, once they have been requested
     length: int
     vocab_size: int
@@ -144,7 +144,7 @@ class Context(Sequence[int]):
     def starts_with(self, other: Context) -> bool:
         """Whether another context is a prefix of this one. If this context was made by extending
         the other, the cost does not depend on the length."""
-        if self._blocks is other._blocks:  # as where one extends the other by a few
+        if self._blocks is other._blocks:  # as when one extends the other by a few tokens
             return self._tail[: len(other._tail)] == other._tail
         blocks, tail = self._cut(len(other))
         return tail == other._tail and same_blocks(blocks, other._blocks)

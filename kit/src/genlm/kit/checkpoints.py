@@ -201,7 +201,7 @@ def _wanted(empty: torch.nn.Module, shapes: Shapes) -> list[str]:
     except Exception as error:  # a class may raise anything
         if "conversion of the weights" in str(
             error
-        ):  # it knows them, and misses what belongs there
+        ):  # transformers knows the names, but misses their values
             return list(shapes)
         log.info("weights.unknown", names=[*shapes][:4], error=describe_error(error)[:200])
         return []

@@ -11,7 +11,7 @@ from string import Template
 from genlm.core.errors import InvalidOptionError
 from genlm.core.plugins import KNOWN, backend_names
 
-#: Of what there are distributions genlm-NAME, besides the known plugins.
+#: Names for which a distribution genlm-NAME exists, besides the known plugins.
 TAKEN = ("backend", "bytes", "conformance", "control", "core", "kit")
 
 #: Where each template goes.

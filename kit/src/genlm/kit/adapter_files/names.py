@@ -10,8 +10,8 @@ from typing import Any
 from genlm.core.errors import InvalidAdapterError
 from genlm.kit.adapter_files.config import brief
 
-#: A key of ``rank_pattern`` or ``alpha_pattern`` that is a plain name, perhaps after what PEFT
-#: itself writes before names.
+#: A key of ``rank_pattern`` or ``alpha_pattern`` that is a plain name, perhaps with the prefix that
+#: PEFT writes before names.
 KEY = re.compile(r"(?P<start>\^|\.\*\\\.)?(?P<name>(\w|-|\\?\.)+)")
 
 #: PEFT's word for all linear layers.

@@ -8,10 +8,10 @@ from attrs import frozen
 
 from genlm.kit.verify.subject import Subject
 
-#: How far rows may be apart in float32, nats: engines compute GELU exactly or approximately, and
-#: graphics processors round what they multiply. Where log-probabilities of a row are nearly equal,
-#: so are those of another model: then this share of their standard deviation, and no less than the
-#: second number.
+#: How much rows may differ in float32, in nats: engines compute GELU exactly or approximately, and
+#: graphics processors round the factors of products. If the log-probabilities of a row are nearly
+#: equal, another model's are too, so the limit is then this share of their standard deviation, but
+#: at least the second number.
 CLOSE, CLOSEST = 2e-2, 1e-3
 
 #: By how many times an engine's rounding may exceed that of transformers in the same type. A small

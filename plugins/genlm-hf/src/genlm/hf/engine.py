@@ -323,7 +323,7 @@ class HFEngine:
     @hookimpl
     def genlm_clear_kv_cache(self) -> None:
         """Raises: EngineError: the model's type, device or vocabulary has changed."""
-        # a user who trains the model may have added PEFT's layers
+        # A user who trains the model may have added PEFT's layers.
         with self._runner.head_may_change():
             self._strategy.clear()
         if self._kind != (kind := self._kind_of(self.model)):

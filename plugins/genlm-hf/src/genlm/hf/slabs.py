@@ -9,8 +9,8 @@ import torch
 from genlm.hf.costs import costs_of
 from genlm.hf.upload import Indices
 
-#: A copy moves the slots of so many layers at a time that it takes at most this many bytes, if
-#: possible.
+#: A copy moves the slots of several layers at a time, as many as fit into this many bytes, but at
+#: least one layer.
 COPIED_BYTES = 1 << 28
 
 #: The index of a layer, and ``keys`` or ``values``.

@@ -25,7 +25,7 @@ logger = get_logger()
 COLUMNS = 64
 
 #: A shape is recorded at its third step. The second one runs as it will be recorded, because a
-#: first forward may allocate what later ones use.
+#: first forward may allocate memory that later forwards use.
 RECORDED_AFTER = 3
 
 

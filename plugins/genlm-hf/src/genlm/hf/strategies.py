@@ -40,7 +40,7 @@ Part = tuple[Placed, int, int]
 #: The costs of sharing that do not depend on the device.
 SHARING_COSTS = SharingCosts()
 
-#: Recorded steps may take this fraction of the memory for state: one part in so many.
+#: Recorded steps may take this part of the memory for state: 8 means an eighth.
 RECORDED_SHARE = 8
 
 #: A forward. Its arguments are chunks, their tokens, an adapter for each chunk, and the indices of

@@ -169,7 +169,7 @@ def static(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tens
     runner.packed(Chunks([(slots[2], 0, begin)]), long[:begin], none[:1], [0])
     step = StaticStep(runner, StaticShape.of(runner, 3, len(long)), None)
     inputs = [short[0], short[0], long[begin]], [0, 0, begin], [0, 1, 2]
-    step.run(*inputs)  # run once, because the first forward allocates what must not be recorded
+    step.run(*inputs)  # run once, because allocations of the first forward must not be recorded
     # `Operators` finds unsuitable operators first, before CUDA would fail at them.
     for recorder in (Operators(), recorder_for(runner.device)):
         if recorder is not None:

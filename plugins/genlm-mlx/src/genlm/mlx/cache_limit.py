@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-#: Without a limit, all state together may take this many times what the largest batch took. Then
-#: two groups of contexts can take turns, even if one group has longer contexts.
+#: Without a limit, all state together may take this many times the memory of the largest batch.
+#: Then two groups of contexts can take turns, even if one group has longer contexts.
 KEPT_PER_LARGEST_BATCH = 5 / 2
 
 #: Without a limit, at least this many bytes may be kept besides any batch.

@@ -26,7 +26,7 @@ KEPT_FUNCTIONS = 1000
 #: Types whose values can always be pickled.
 PLAIN = (float, int, str, bytes, bool, type(None))
 
-#: In which types of results others are looked for, and how deep.
+#: The types of results in which tensors are looked for, and to what depth.
 CONTAINERS, DEPTH = frozenset({tuple, list}), 4
 
 

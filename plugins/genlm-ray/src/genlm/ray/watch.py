@@ -15,8 +15,8 @@ from attrs import define, field
 
 from genlm.ray.member import Member, State
 
-#: How many seconds a call of the watch takes, and after how many such times without an answer a
-#: replica counts as dead.
+#: The seconds that a call of the watch takes, and the number of calls without an answer after which
+#: a replica counts as dead.
 PULSE, SILENT = 10.0, 6
 
 #: After this many pulses without a message from a program, a replica drops the program's adapters

@@ -27,15 +27,15 @@ HOOKS = ("genlm_cache_prefix", "genlm_clear_kv_cache", "genlm_add_lora", "genlm_
 #: caller's arguments.
 Reduce = tuple[str, bytes | None, Sequence[Any]]
 
-#: One request: its ids in parts, the key of its adapter, whether it goes past every cache, how to
-#: draw, the ids to score, and what to make of the row. A row has none of the last three. What the
-#: contexts of a call share travels once: pickle knows the parts again.
+#: One request: its ids in parts, the key of its adapter, whether it bypasses every cache, how to
+#: draw, the ids to score, and the function of the row. A request for a row has none of the last
+#: three. Parts that several contexts of a call share travel once, because pickle recognises them.
 Ask = tuple[
     tuple[TokenIds, ...], str | None, bool, SamplingParams | None, TokenIds | None, Reduce | None
 ]
 
-#: The results of a call on their way: all of them as they are if they are plain; else tensors in
-#: one, the length of each, and what is no tensor, by its place.
+#: The results of a call in transit: plain results unchanged; otherwise all tensors joined into one,
+#: the length of each, and the other results by position.
 Sent = tuple[tuple[Any, ...], np.ndarray[Any, Any] | None, list[int], dict[int, Any]]
 
 #: A program on a replica, from one opening to the next: the program, and which opening it is.

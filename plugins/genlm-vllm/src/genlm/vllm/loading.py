@@ -150,7 +150,7 @@ def _let_llvmlite_be_searched() -> None:
 
         lib._fntab.setdefault("__dict__", {})
     except (ImportError, AttributeError):
-        pass  # it is not installed, or wraps its library otherwise
+        pass  # it is not installed, or wraps its library in another way
 
 
 def _require_whole(load: Load | None, model: str, settings: Any, given: Mapping[str, Any]) -> None:

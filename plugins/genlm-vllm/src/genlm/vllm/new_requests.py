@@ -15,8 +15,8 @@ from genlm.kit.new_requests import MIN_TOKENS_TO_WAIT, Leaders
 from genlm.kit.prefixes import key_of
 
 #: A key of ``SamplingParams.extra_args``. Its value is the most leading tokens that the request may
-#: take over from others: log-probabilities of the tokens behind are wanted, so these must be
-#: computed.
+#: reuse from other requests. The log-probabilities of later tokens are wanted, so these tokens must
+#: be computed.
 READS_KEY = "genlm_reads"
 
 
