@@ -130,7 +130,7 @@ class AdapterClauses:
             done.append(f"{first!r} was bound to its own files again")
             expect(old)
 
-    @advise("removing one adapter touches the others, or clearing state does", "rebound_adapter")
+    @advise("removing an adapter, or clearing state, changes other adapters", "rebound_adapter")
     def test_removed_adapter(self, live: Subject) -> None:
         """A removed adapter is unknown, rows of the base model and of the other adapters are
         unchanged, and the adapter can be added again."""
@@ -223,7 +223,7 @@ class AdapterClauses:
             live.expect.same(live.ask(context, f"new-{name}"), row, how)
             live.model.remove(f"new-{name}")
 
-    @advise("what was there is emptied before the new files are read", "rebound_adapter")
+    @advise("the old adapter is dropped before the new files are read", "rebound_adapter")
     def test_adapter_that_fails_to_load(self, live: Subject) -> None:
         """If loading an adapter fails, the name keeps its old binding and every row is as
         before."""
@@ -240,7 +240,9 @@ class AdapterClauses:
         for chosen in (None, name):
             live.check_row(context, chosen, how=f"after loading {name!r} from nowhere")
 
-    @advise("more adapters than places: one is evicted silently", "adapters_in_one_batch")
+    @advise(
+        "if there are more adapters than slots, one is evicted silently", "adapters_in_one_batch"
+    )
     def test_many_adapters(self, live: Subject) -> None:
         """More adapters than an engine may have slots for keep their own rows, in one batch and in
         turn."""

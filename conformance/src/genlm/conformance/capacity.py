@@ -44,7 +44,7 @@ class CapacityClauses:
     """Places, pins and memory."""
 
     @advise(
-        "a place is given back when a request ends, and not when it is dropped",
+        "a slot is released when a request ends, but not when it is dropped",
         "cancelled_requests_leave_nothing",
         capability="cancelling",
     )
@@ -168,8 +168,8 @@ class CapacityClauses:
             live.check_row((*prompt, contexts.tokens[0]), how="after its pins were cleared")
 
     @advise(
-        "where memory is short pinned state is evicted, old tokens are dropped, or a request "
-        "that is set back keeps half of its work",
+        "when memory is short, pinned state is evicted, old tokens are dropped, or a "
+        "preempted request keeps half of its state",
         "pinned_contexts_are_moved_with_the_others",
         capability="pins",
     )
@@ -245,7 +245,7 @@ class CapacityClauses:
             live.check_row(context, how=f"after {len(pinned)} pinned prompts were cleared")
 
     @advise(
-        "there are places for so many pins, and a further one takes that of another",
+        "the number of pins is limited, and a further pin replaces another one",
         "contexts_beside_as_many_pins_as_fit",
         capability="pins",
     )
@@ -275,7 +275,8 @@ class CapacityClauses:
         ]
 
     @advise(
-        "state is freed with its adapter and again by clear_kv_cache, so two contexts get it",
+        "state is freed with its adapter and again by clear_kv_cache, so two contexts get the "
+        "same memory",
         "adapters_are_bound_and_pinned_again_and_again",
         capability="pins",
     )

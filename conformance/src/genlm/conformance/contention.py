@@ -181,7 +181,7 @@ class ContentionClauses:
         )
 
     @advise(
-        "`dropped` is not looked at while a draw is under way",
+        "a step does not read `dropped` while a draw runs",
         "cancelled_requests_leave_nothing",
         capability="cancelling",
     )

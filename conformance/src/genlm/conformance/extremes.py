@@ -44,7 +44,7 @@ class ExtremeClauses:
                 live.expect.greedy(drawn, prompt, how=f"with temperature={temperature:g}")
 
     @advise(
-        "torch.topk is asked for more than there is; take min(top_k, vocabulary)",
+        "torch.topk is called with k above the vocabulary's size; use min(top_k, vocabulary)",
         "top_k_and_top_p",
         capability="extremes",
     )
@@ -86,7 +86,7 @@ class ExtremeClauses:
         )
 
     @advise(
-        "stop tokens are cut to a fixed number, or some ids are left out",
+        "the list of stop tokens is truncated, or some ids are left out",
         "several_stop_tokens",
         "first_and_last_token_stop",
         capability="extremes",
@@ -122,7 +122,7 @@ class ExtremeClauses:
                 )
 
     @advise(
-        "many stop tokens are taken for none, or cut to a fixed number",
+        "a long list of stop tokens is ignored or truncated",
         "every_token_stops",
         capability="extremes",
     )

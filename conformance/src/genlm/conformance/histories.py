@@ -57,8 +57,8 @@ class HistoryClauses:
             live.lm.clear_cache()
 
     @advise(
-        "state of before is kept by clear_kv_cache, a pin that was made twice, or a copy of the "
-        "weights",
+        "clear_kv_cache keeps old state, such as that of a prompt pinned twice, or the engine "
+        "keeps a copy of the weights",
         "dropped_state",
         capability="weights",
     )
@@ -91,7 +91,7 @@ class HistoryClauses:
             live.check_row(context, how="with the old weights again")
 
     @advise(
-        "something added to the weights was not taken away exactly, such as a merged adapter",
+        "a change of the weights was not undone exactly, such as a merged adapter",
         "removed_adapter",
     )
     def test_oracle_has_not_changed(self, live: Subject) -> None:
@@ -101,8 +101,8 @@ class HistoryClauses:
             live.expect.same(live.lm.next_token_logprobs_uncached(context), row, what)
 
     @advise(
-        "what a hook has returned is written into later, or one request of a batch fails all of "
-        "them"
+        "the engine writes into a result after returning it, or one request of a batch fails "
+        "all of them"
     )
     def test_contract_is_kept_throughout(self, live: Subject) -> None:
         """In every clause so far the hooks returned results that fit the contract, did not write
@@ -135,7 +135,7 @@ class GrowthClauses:
     """Tables grow and are moved together, and nothing is lost."""
 
     @advise(
-        "pinned state stays behind when a table grows or moves",
+        "pinned state is not copied when a table grows or moves",
         "contexts_beside_as_many_pins_as_fit",
         capability="pins",
     )
@@ -166,8 +166,8 @@ class GrowthClauses:
             self._expect_all(live, others, "extending one of those that came after others went")
 
     @advise(
-        "pins of a removed adapter keep their room, or versions of adapters are counted in few "
-        "bits",
+        "pins of a removed adapter keep their memory, or the version of an adapter is stored "
+        "in too few bits",
         "pins_end_with_their_adapter",
         "prompt_pinned_twice_is_cleared_once",
         capability="pins",

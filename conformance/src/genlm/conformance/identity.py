@@ -20,8 +20,8 @@ class IdentityClauses:
     """What tells two contexts apart: all of their tokens, in order, and the adapter."""
 
     @advise(
-        "a dropped request is looked for by its tokens; compare whole requests, which know "
-        "their adapter",
+        "a dropped request is looked up by its tokens; compare whole requests, which include "
+        "the adapter",
         "cancelled_requests_leave_nothing",
         capability="cancelling",
     )
@@ -75,7 +75,8 @@ class IdentityClauses:
         return {name: one for name, one in zip(asked, outcomes, strict=True) if name != gone}
 
     @advise(
-        "the hash of a block adds or xors the hashes of those before it, in any order",
+        "the hash of a block combines the hashes of earlier blocks without their order, by a "
+        "sum or xor",
         "equal_ends_behind_different_beginnings",
     )
     def test_chunks_in_another_order(self, live: Subject) -> None:

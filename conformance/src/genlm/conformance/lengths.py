@@ -35,7 +35,8 @@ class LengthClauses:
     """An answer is right at every length."""
 
     @advise(
-        "the end of a block, chunk, window or position table; look at which lengths are right",
+        "an error at the end of a block, chunk, window or position table; the right lengths "
+        "show which",
         "contexts_grow_across_every_length",
         "last_chunk_of_one_token",
     )
@@ -59,7 +60,7 @@ class LengthClauses:
             )
 
     @advise(
-        "a new block or chunk starts with a wrong position, or without the token before it",
+        "a new block or chunk starts at a wrong position, or without the token before it",
         "extended_context",
     )
     def test_contexts_grow_across_every_length(self, live: Subject) -> None:
@@ -73,7 +74,7 @@ class LengthClauses:
                 live.check_row(context, how="growing token by token")
 
     @advise(
-        "a block is shared of which only a part is the same",
+        "a block is shared although only a part of it is equal",
         "forked_contexts",
         "chunks_in_another_order",
     )
@@ -88,7 +89,7 @@ class LengthClauses:
             live.check_row(fork, how=f"forked from a context of {most} tokens")
             live.lm.clear_cache()
 
-    @advise("beyond a length another kernel or dtype is used")
+    @advise("another kernel or dtype is used beyond some length")
     def test_rows_are_as_precise_at_every_length(self, live: Subject) -> None:
         """Cold rows of long contexts have as many different values as those of short contexts, so
         none is computed in a narrower type."""
@@ -204,7 +205,7 @@ class LengthClauses:
             "tokens, as a back-off model does, by `ignores_tokens` (--ignores-tokens)",
         )
 
-    @advise("the key of kept state leaves tokens out, or their order", "chunks_in_another_order")
+    @advise("the key of kept state leaves out tokens or their order", "chunks_in_another_order")
     def test_contexts_that_differ_in_one_token(self, live: Subject) -> None:
         """Contexts that differ in one token anywhere, or in the order of the first two, have their
         cold rows, one after the other and together."""
@@ -223,7 +224,8 @@ class LengthClauses:
             live.check_rows([*near], how="together with others that differ in one token")
 
     @advise(
-        "a block is found by its own tokens, without those before it", "chunks_in_another_order"
+        "a block is identified by its own tokens only, without the tokens before it",
+        "chunks_in_another_order",
     )
     def test_equal_ends_behind_different_beginnings(self, live: Subject) -> None:
         """Contexts that contain the same tokens at the same position after other tokens, or at
@@ -239,7 +241,7 @@ class LengthClauses:
                     live.check_row(context, how="whose end others have behind other beginnings")
 
     @advise(
-        "special tokens or the last ids are treated apart, for instance as padding",
+        "special tokens or the last ids are treated differently, for instance as padding",
         "padding_is_not_known_by_its_value",
     )
     def test_tokens_from_all_over_the_vocabulary(self, live: Subject) -> None:
@@ -261,7 +263,7 @@ class LengthClauses:
             live.expect.atol = atol
 
     @advise(
-        "beyond a length positions, a kernel or a table change",
+        "positions, a kernel or a table change beyond some length",
         "rows_at_every_length",
         capability="long contexts",
     )
@@ -282,7 +284,7 @@ class LengthClauses:
             live.looked = length
 
     @advise(
-        "max_context counts one token too many, or a draw or score ends before it",
+        "max_context is one token too large, or draws or scores end before it",
         "contexts_twice_as_long_each_time",
         capability="long contexts",
     )
@@ -326,8 +328,7 @@ class LengthClauses:
             live.expect.greedy(drawn, prompt)
 
     @advise(
-        "scores are shared by their continuations or their tokens, or computed without their "
-        "adapter",
+        "scores are shared by continuation or by tokens only, or computed without their adapter",
         "scores_at_every_length",
     )
     def test_scores_together(self, live: Subject) -> None:
@@ -365,7 +366,7 @@ class LengthClauses:
             )
 
     @advise(
-        "a score is taken from the row one place off where a chunk or kept state begins",
+        "at the start of a chunk or of kept state, a score is read from the neighbouring row",
         "scores_together",
     )
     def test_scores_at_every_length(self, live: Subject) -> None:
@@ -404,7 +405,7 @@ class ContinuationClauses:
     """Continuations of hundreds of tokens."""
 
     @advise(
-        "a buffer of drawn or scored tokens that is full, or the token before a stop",
+        "a buffer for drawn or scored tokens is full, or the token before a stop token is lost",
         "several_stop_tokens",
     )
     def test_long_continuations(self, live: Subject) -> None:

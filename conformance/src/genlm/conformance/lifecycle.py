@@ -158,7 +158,7 @@ def _traced_memory() -> Iterator[Callable[[], int]]:
 class LifecycleClauses:
     """A model leaves nothing behind, and a plugin is imported at no cost."""
 
-    @advise("state, weights or a process at module level", "nothing_is_left_after_close")
+    @advise("state, weights or a process are kept at module level", "nothing_is_left_after_close")
     def test_two_models_in_one_process(self, live: Subject) -> None:
         """Two more models of the same backend draw differently without a seed, keep their own
         adapters and state, and closing one does not affect the others."""
@@ -204,7 +204,7 @@ class LifecycleClauses:
         live.check_row(prompt, how="after two other models were closed")
 
     @advise(
-        "a list or a dictionary of requests, rows or states that nobody empties",
+        "a list or dictionary of requests, rows or states is never emptied",
         "removed_adapters_leave_nothing",
         capability="memory",
     )
@@ -237,7 +237,7 @@ class LifecycleClauses:
         )
 
     @advise(
-        "weights, threads or files of a removed adapter are still referred to",
+        "references to weights, threads or files of a removed adapter remain",
         "nothing_grows",
         capability="memory",
     )
@@ -309,7 +309,7 @@ class LifecycleClauses:
         check_what_is_left()
 
     @advise(
-        "genlm_close waits for requests that nobody steps any more",
+        "genlm_close waits for requests that no step advances any more",
         "death_of_the_engines_processes",
         capability="closing",
     )

@@ -55,8 +55,8 @@ class ProcessClauses:
             )
 
     @advise(
-        "the engine, or a library that it imports, sets the process for itself; put it back "
-        "when the model is loaded",
+        "the engine, or a library that it imports, changes settings of the process; restore "
+        "them after loading",
         "seeded_draw_sets_no_generator",
         capability="process",
     )
@@ -84,7 +84,7 @@ class ProcessClauses:
         )
 
     @advise(
-        "a step waits for a message without looking whether the sender is alive; raise "
+        "a step waits for a message without checking that the sender is alive; raise "
         "EngineDeadError",
         "close_fails_what_is_pending",
         capability="death",

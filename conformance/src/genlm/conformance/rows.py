@@ -90,8 +90,8 @@ class RowClauses:
                 live.expect.row(again, context, how="cold once more")
 
     @advise(
-        "the model is loaded otherwise than by its reference: dtype, rotary embedding, a "
-        "softcap, a window, an adapter's scale",
+        "the model is loaded differently from its reference: dtype, rotary embedding, "
+        "softcap, window, or an adapter's scale",
         "row_depends_on_every_token",
     )
     def test_cold_rows_are_the_reference(self, live: Subject) -> None:

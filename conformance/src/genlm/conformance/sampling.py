@@ -39,8 +39,8 @@ class SamplingClauses:
     """Draws come from the rows, by a seed or none."""
 
     @advise(
-        "one generator for a whole batch, a seed that depends on the place in it, or seed=0 "
-        "taken for none",
+        "one generator for a whole batch, a seed that depends on the position in the batch, "
+        "or seed=0 taken for no seed",
         "draws_are_separate",
         capability="seeds",
     )
@@ -73,7 +73,8 @@ class SamplingClauses:
             expect_same_draw(last, again, f"{what} {beside}")
 
     @advise(
-        "all places of a batch have one stream, or there is no fresh entropy", "seed_fixes_the_draw"
+        "all positions of a batch share one random stream, or unseeded draws take no fresh entropy",
+        "seed_fixes_the_draw",
     )
     def test_draws_are_separate(self, live: Subject) -> None:
         """Without a seed, all draws of a batch are independent; with a seed, each position in a
@@ -85,7 +86,7 @@ class SamplingClauses:
             check(len(set(map(tuple, drawn))) > 1, f"{what}: all {drawn[0]}")
 
     @advise(
-        "each token's generator is seeded anew, with seeds that are alike",
+        "each token's generator is seeded again, with similar seeds",
         "long_draws_do_not_repeat",
     )
     def test_successive_tokens_are_independent(self, live: Subject) -> None:
@@ -130,7 +131,8 @@ class SamplingClauses:
         )
 
     @advise(
-        "temperature=0 is a low temperature, or draft tokens are accepted unseen",
+        "temperature=0 is treated as a low temperature, or draft tokens are accepted without "
+        "a check",
         "tiny_temperature_is_greedy",
     )
     def test_temperature_zero_is_argmax(self, live: Subject) -> None:
@@ -141,7 +143,8 @@ class SamplingClauses:
             live.expect.greedy(live.sample(prompt, 4, temperature=0.0), prompt)
 
     @advise(
-        "an option is not passed on, or a tiny top_p is 0 in half precision", "options_together"
+        "an option is not passed on, or a tiny top_p becomes 0 in half precision",
+        "options_together",
     )
     def test_top_k_and_top_p(self, live: Subject) -> None:
         """``top_k=1`` and a tiny ``top_p`` leave the most likely token, ``top_k=5`` the five most
@@ -161,7 +164,8 @@ class SamplingClauses:
             )
 
     @advise(
-        "a stop token is tested as a truth value, or looked for in a table that is one too short",
+        "a stop token's id is tested for truth, or looked up in a table that is one entry too "
+        "short",
         "every_token_stops",
         "options_together",
     )
@@ -200,7 +204,7 @@ class SamplingClauses:
             "top_k, top_p or temperature of other requests"
         )
 
-    @advise("a block of random numbers is used again", "successive_tokens_are_independent")
+    @advise("a block of random numbers is reused", "successive_tokens_are_independent")
     def test_long_draws_do_not_repeat(self, live: Subject) -> None:
         """The random numbers of one draw are independent: at a temperature at which all tokens are
         about equally likely, tokens do not repeat at any distance."""
@@ -221,7 +225,7 @@ class SamplingClauses:
                     f"{same} of {len(pairs)} tokens are the same as {lag} before",
                 )
 
-    @advise("the count includes the stop token or the prompt's last one", "draws_of_full_length")
+    @advise("the count includes the stop token or the prompt's last token", "draws_of_full_length")
     def test_max_tokens(self, live: Subject) -> None:
         """Without stop tokens a continuation has exactly ``max_tokens`` tokens; 0 gives none."""
 
@@ -233,7 +237,7 @@ class SamplingClauses:
             check(all(token_id in known for token_id in drawn), f"{drawn} is not all in {known}")
 
     @advise(
-        "draws are from other logits than the rows, or the temperature is applied twice or cut off",
+        "draws use other logits than the rows, or the temperature is applied twice or clamped",
         "options_together",
         "large_temperature_is_flat",
     )
@@ -249,8 +253,8 @@ class SamplingClauses:
             expect_frequencies(what, drawn, single_tokens(mass))
 
     @advise(
-        "the filters run in another order than temperature, top_k, top_p; or options are those of "
-        "another request of the batch",
+        "the filters do not run in the order temperature, top_k, top_p, or a request gets "
+        "another request's options",
         "frequencies_agree_with_rows",
     )
     def test_options_together(self, live: Subject) -> None:
@@ -288,7 +292,7 @@ class SamplingClauses:
             if among:
                 expect_frequencies(what, among, single_tokens(sure / sure.sum()))
 
-    @advise("there is room for few stop tokens", "every_token_stops", capability="seeds")
+    @advise("only a few stop tokens are stored", "every_token_stops", capability="seeds")
     def test_several_stop_tokens(self, live: Subject) -> None:
         """With several stop tokens, the first one that is drawn ends the draw; stop tokens that are
         never drawn have no effect."""
@@ -315,7 +319,7 @@ class SamplingClauses:
             expect_same_draw(stopped, free[:first], found)
 
     @advise(
-        "the model's own end-of-sequence token stops, also where it is not listed", "max_tokens"
+        "the model's own end-of-sequence token ends a draw although it is not listed", "max_tokens"
     )
     def test_draws_of_full_length(self, live: Subject) -> None:
         """Without stop tokens, draws have their full length, at a temperature at which every token
@@ -331,7 +335,7 @@ class SamplingClauses:
             )
 
     @advise(
-        "steps after the first are computed without the adapter, or what a draw leaves is kept "
+        "steps after the first are computed without the adapter, or a draw's state is kept "
         "without it",
         "adapters_in_turn",
     )

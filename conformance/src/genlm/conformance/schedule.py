@@ -112,7 +112,7 @@ class ScheduleClauses:
     """Requests in flight do not disturb each other."""
 
     @advise(
-        "a place, a block or a generator of a dropped request goes to another with what was in it",
+        "a slot, block or generator of a dropped request is reused with its old contents",
         "cancelled_requests_give_their_places_back",
         "dropped_under_one_adapter",
         capability="cancelling",
@@ -131,7 +131,7 @@ class ScheduleClauses:
             check_schedule(live, _leaving_alone("scores", 71))
 
     @advise(
-        "requests that are in flight together share a place, a block, an option or a generator",
+        "requests in flight together share a slot, block, option or generator",
         "scores_together",
         "adapters_in_one_batch",
         "seed_fixes_the_draw",

@@ -16,7 +16,7 @@ class StateClauses:
     """A row depends neither on its companions nor on what is kept."""
 
     @advise(
-        "requests are sorted or grouped for a batch, and the rows are not put back",
+        "requests are sorted or grouped for a batch, and the rows are not put back in order",
         "large_batch",
         "adapters_in_one_batch",
     )
@@ -33,7 +33,7 @@ class StateClauses:
             live.check_rows(contexts, how=f"gathered with {len(contexts) - 1} others")
 
     @advise(
-        "batches beyond a size are cut, padded or computed in another way", "batch_answers_in_order"
+        "batches above some size are cut, padded or computed differently", "batch_answers_in_order"
     )
     def test_large_batch(self, live: Subject) -> None:
         """In batches of many sizes up to 300, of contexts of unequal lengths, each row is that of
@@ -52,8 +52,8 @@ class StateClauses:
         )
 
     @advise(
-        "contexts are told apart by their ends, or requests of a batch by what follows a shared "
-        "prefix",
+        "contexts are identified by their ends, or requests of a batch by the tokens after a "
+        "shared prefix",
         "equal_ends_behind_different_beginnings",
     )
     def test_same_tail_under_different_prefixes(self, live: Subject) -> None:
@@ -75,7 +75,7 @@ class StateClauses:
             live.check_rows(contexts, how="together with others of the same tail")
 
     @advise(
-        "state that is kept is not that of the same tokens, or is read in another precision",
+        "kept state belongs to other tokens, or is read in another precision",
         "extended_context",
         "dropped_state",
     )
@@ -93,8 +93,8 @@ class StateClauses:
                 live.check_row(context, how="asked again without the row cache")
 
     @advise(
-        "the position of a new token is not the number of tokens before it, or state is kept of "
-        "too many tokens",
+        "the position of a new token is not the number of tokens before it, or state of too "
+        "many tokens is kept",
         "contexts_grow_across_every_length",
     )
     def test_extended_context(self, live: Subject) -> None:
@@ -107,7 +107,7 @@ class StateClauses:
                 live.check_row(grown, how=f"after {end} extensions")
 
     @advise(
-        "state is written in place that another context still reads",
+        "state is overwritten while another context still reads it",
         "growing_particles",
         "forks_at_every_length",
     )
@@ -129,7 +129,7 @@ class StateClauses:
             live.check_row(stem, how="after others had forked from it")
 
     @advise(
-        "a pin changes state that is shared, or pinning again is rejected; the core pins again "
+        "a pin changes shared state, or pinning again is rejected, although the core pins again "
         "after a failed call",
         "prompt_pinned_twice_is_cleared_once",
     )
@@ -149,7 +149,7 @@ class StateClauses:
                 live.check_row(prefix + tail, how=f"with the prefix {list(prefix)} pinned")
 
     @advise(
-        "clear_kv_cache drops the state, and not the index that finds it",
+        "clear_kv_cache drops the state but not the index that finds it",
         "warm_row_equals_cold_row",
     )
     def test_dropped_state(self, live: Subject) -> None:

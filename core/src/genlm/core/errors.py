@@ -27,7 +27,7 @@ class ModelNotFoundError(InvalidOptionError, OSError):
 
 
 class UnknownAdapterError(InvalidInputError):
-    """A LoRA adapter name that is not registered (or no longer)."""
+    """No LoRA adapter of this name is registered, or it has been removed."""
 
 
 class InvalidAdapterError(InvalidInputError):
@@ -71,7 +71,7 @@ class PluginError(GenlmError):
 
 
 class EngineError(GenlmError, RuntimeError):
-    """The engine failed on this very query. The engine's own error is chained; the model still
+    """The engine failed on this request. The engine's own error is chained; the model still
     works."""
 
 

@@ -26,8 +26,8 @@ class CoreOptions:
 
     Attributes:
         batch_size: The most requests in one batch, or in flight; ``None`` means no limit.
-        timeout: Seconds to hold a batch open for more requests; 0 does not wait. No request is
-            given up after it: that is ``asyncio.wait_for``.
+        timeout: Seconds to hold a batch open for more requests; 0 does not wait. This is not a time
+            limit for requests: use ``asyncio.wait_for``.
         cache_size: The most rows in the output cache; 0 turns it off; ``None`` means
             ``cache_opts["maxsize"]``.
         cache_opts: ``maxsize`` (rows, default 1000), ``max_bytes`` (default 512 MiB),
@@ -42,7 +42,7 @@ class CoreOptions:
             that its folder is made for. With ``True``, a model whose rows differ by more than
             rounding is rejected; a function gets the report instead. ``None`` follows the
             environment (``GENLM_VERIFY=1`` or ``0``), and otherwise the backend decides.
-            ``genlm verify`` says more.
+            See also the command ``genlm verify``.
         wrappers: Objects whose hooks change rows (``genlm_process_logprobs``) or observe the
             engine's calls (``genlm_call_begins``, ``genlm_call_ended``); see
             :mod:`genlm.core.hookspecs`.

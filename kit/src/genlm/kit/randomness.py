@@ -11,8 +11,9 @@ import numpy as np
 
 @contextlib.contextmanager
 def left_alone() -> Iterator[None]:
-    """Restore the states of Python's and NumPy's generators afterwards, because an engine may seed
-    them while it loads. PyTorch's generator is not restored, because the engine draws from it."""
+    """A context manager that restores the states of Python's and NumPy's global generators at its
+    end, because an engine may seed them while it loads. PyTorch's generator is not restored,
+    because the engine draws from it."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which scores cost an engine less as requests of their own than as rows.
+"""Choose the scores that cost an engine less as requests than as rows.
 
 For engines that compute the log-probabilities of a prompt's tokens from a given position on.
 """
@@ -19,10 +19,11 @@ MIN_NATIVE_SCORE_TOKENS = 8
 
 
 def cheaper_as_requests(scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
-    """The scores, of those asked together, that cost less as requests of their own than as rows.
+    """The scores, of those asked for together, that cost less as requests to the engine than as
+    rows.
 
-    A request computes all tokens that it scores, and one row. If scores are made from rows,
-    candidates with a common prefix share the rows of the prefix.
+    A request computes all tokens that it scores, and one row. If scores are computed from rows,
+    candidates with a common prefix share the rows of that prefix.
     """
     behind: dict[Query, list[ScoreRequest]] = {}
     for each in scores:

@@ -26,7 +26,7 @@ KEPT_FUNCTIONS = 1000
 #: Types whose values can always be pickled.
 PLAIN = (float, int, str, bytes, bool, type(None))
 
-#: The types of results in which tensors are looked for, and to what depth.
+#: The types of containers whose elements are checked, and how deeply nested they may be.
 CONTAINERS, DEPTH = frozenset({tuple, list}), 4
 
 
