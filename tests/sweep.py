@@ -405,7 +405,7 @@ class EveryFamily:
         yield found
         report(found, pytestconfig)
 
-    def test_family_is_what_the_record_says(self, family: str, tmp_path: Path) -> None:
+    def test_family_has_the_outcome_of_the_record(self, family: str, tmp_path: Path) -> None:
         (found,) = self.sweep.of(family, tmp_path, lambda _: [])
         limit = "contexts end early" if found.shortened and found.outcome == "right" else ""
         outcome = Outcome(

@@ -79,7 +79,7 @@ def test_error_fails_its_own_request_and_names_it_and_the_cause(mock, continuous
     ("error", "said"),
     [(KeyboardInterrupt, "KeyboardInterrupt"), (Fatal, "whose repr raised RuntimeError")],
 )
-def test_error_that_is_no_ordinary_exception_ends_the_engine(mock, error, said):
+def test_base_exception_in_a_hook_ends_the_engine(mock, error, said):
     def on_batch(queries):
         raise error
 

@@ -104,7 +104,7 @@ def test_narrower_own_row_lacks_the_last_tokens(continuous):
         assert max(lm.sample_sync([1], 20, [], seed=1)) < 10
 
 
-def test_a_tokenizer_with_the_methods_of_the_protocol_alone():
+def test_tokenizer_with_only_the_protocols_methods_works():
     class Bytes:
         def encode(self, text):
             return list(text.encode())

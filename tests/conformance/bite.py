@@ -51,8 +51,8 @@ CLAUSES_WITHOUT_ENGINE = (
 
 @frozen
 class Bite:
-    """What one mutant came to: what the clauses said that failed at one effort, and the seconds
-    that it and each clause took."""
+    """The outcome of one mutant: the messages of the clauses that failed at one effort, and the
+    seconds that it and each clause took."""
 
     name: str
     effort: str

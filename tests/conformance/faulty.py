@@ -27,7 +27,7 @@ PATIENCE_SECONDS = 20.0
 
 
 def verdict_on(suite: ConformanceSuite, clause: str) -> Verdict:
-    """What comes of one clause of a suite."""
+    """The outcome of one clause of a suite."""
     (verdict,) = run(suite, only=lambda name: name == clause).verdicts
     return verdict
 

@@ -166,7 +166,7 @@ def test_wrong_return_value_of_a_hook_is_rejected(load):
 @pytest.mark.parametrize("base", [MockEngine, ContinuousMockEngine])
 @pytest.mark.parametrize("what", WRONG)
 def test_first_rows_are_checked_by_default(load, what, base):
-    """Who forgets to normalise does so in every row: the next ones are refused, too."""
+    """An engine that does not normalise does so in every row: later rows are rejected, too."""
 
     class Engine(base):
         def row(self, query):

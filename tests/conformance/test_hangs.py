@@ -195,8 +195,7 @@ class Slow(MockEngine):
 
 
 def test_run_beyond_its_deadline_ends() -> None:
-    """What was found until then is told, the clause under way fails, and the others are not
-    tried."""
+    """Earlier results are reported, the clause under way fails, and the others are not tried."""
     suite = OfTheMock(Slow, effort=1.0)
     suite.longest = 64
     suite.deadline = 4.0

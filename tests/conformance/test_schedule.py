@@ -1,4 +1,4 @@
-"""What is said of a request that is wrong in a schedule."""
+"""Messages about a request that gets a wrong answer in a schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the clauses ask a model through."""
+"""The object through which clauses ask a model."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_program_of_the_first_page_prints_its_output(printed_by: Callable[[str],
     assert " Paris" in printed_by((DOCS / "index.md").read_text())
 
 
-def test_the_page_start(printed_by: Callable[[str], str]) -> None:
+def test_blocks_of_the_page_start_print_their_outputs(printed_by: Callable[[str], str]) -> None:
     page = (DOCS / "start.md").read_text()
     printed = printed_by(page)
     (output,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)

@@ -89,7 +89,7 @@ def test_a_name_that_never_was_is_an_ordinary_error() -> None:
         _ = module.nothing
 
 
-def test_the_classes_are_those_of_the_core_and_the_plugins() -> None:
+def test_old_names_give_the_classes_of_the_core_and_the_plugins() -> None:
     from genlm_backend import llm
 
     from genlm.backend.llm import AsyncLM, AsyncTransformer, MockAsyncLM

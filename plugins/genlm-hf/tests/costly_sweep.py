@@ -45,7 +45,7 @@ def test_family_by_recorded_steps(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_is_what_the_record_says(family: str, table: list[Any]) -> None:
+def test_family_has_the_outcome_of_the_record(family: str, table: list[Any]) -> None:
     found = sweep(family)
     table.append(found)
     limit = "keeps no state" if found.reuse == "none" and found.outcome == "right" else ""

@@ -144,7 +144,7 @@ def test_attention_set_by_the_user_meanwhile_is_replaced() -> None:
     model.check(*[(*context, 1) for context in contexts], (1, 2, 3))
 
 
-def test_a_copy_of_a_model_that_is_open_shares_prompts_too() -> None:
+def test_copy_of_an_open_model_shares_prompts() -> None:
     model = proven(configs.LlamaConfig(**SHAPE))
     copied = beside(copy.deepcopy(model.engine.model), model.reference)
     assert copied.engine.reuse is ReuseMode.SHARED

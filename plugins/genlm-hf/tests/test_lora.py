@@ -40,7 +40,7 @@ def test_adapters_present_at_load_are_kept(tiny: str, lora_folders: dict[str, st
     assert torch.equal(model(torch.tensor([[1, 2, 3]])).logits, before)
 
 
-def test_a_model_whose_weights_are_offloaded(
+def test_offloaded_model_gives_rows_but_rejects_lora(
     tiny: str, lora_folders: dict[str, str], tmp_path: Path
 ) -> None:
     places = {"model.layers.1": "disk"}

@@ -1,4 +1,4 @@
-"""What the fleet decides, against lines on which nothing happens by itself."""
+"""Decisions of the fleet, with fake lines on which nothing happens by itself."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ NO_ROOM = r"no room for a prompt in a pool of \d+ tokens and a context length of
         ({**SMALL, "context_length": 4}, NO_ROOM),
     ],
 )
-def test_a_server_argument_that_is_rejected(tiny, engine_opts, said):
+def test_unsupported_server_argument_is_rejected(tiny, engine_opts, said):
     with pytest.raises(InvalidOptionError, match=said):
         AsyncSGLTransformer.from_name(tiny, engine_opts)
 

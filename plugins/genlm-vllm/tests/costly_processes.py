@@ -67,7 +67,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What workers have sent for rows."""
+    """The messages that workers have sent for rows."""
     usual, replies = EngineCore.call_workers, []
 
     def call_workers(self, method, *args):
@@ -129,7 +129,7 @@ def test_rows_are_sent_where_no_memory_can_be_shared(padded_path, expected, sent
 
 
 def shared_memory() -> list[str]:
-    """That of rows which this process holds."""
+    """The shared memory of rows that this process holds."""
     return [file.path for file in psutil.Process().memory_maps() if "genlm-rows" in file.path]
 
 

@@ -75,7 +75,7 @@ def test_waiting_request_reuses_previous_step(engine):
     engine.assert_cold_rows(dict(zip(siblings, rows, strict=True)))
 
 
-def test_what_is_dropped_between_two_steps_is_never_answered(engine):
+def test_request_dropped_between_two_steps_is_never_answered(engine):
     long = SampleRequest(Query(TEXT[:20]), SamplingParams(max_tokens=100, temperature=0.0))
     for new_requests in ([long], [], [], []):
         assert engine.step(*new_requests) == {}

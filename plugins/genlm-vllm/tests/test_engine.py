@@ -31,14 +31,14 @@ from .driven import SMALL, DrivenVllm, text
 ATOL = 5e-4  # float32, with prompts computed in other chunks
 
 
-def test_rows_are_those_of_transformers(engine, small_path):
+def test_rows_match_transformers(engine, small_path):
     contexts = [text(seed, length) for seed, length in enumerate([1, 7, 64, 65, 200])]
     rows = engine.ask(*map(Query, contexts))
     expected = reference_rows(small_path, None, contexts)
     torch.testing.assert_close(torch.stack(rows), torch.stack(expected), atol=ATOL, rtol=0)
 
 
-def test_extensions_compute_what_is_new(engine):
+def test_extensions_compute_only_the_new_tokens(engine):
     contexts = [text(seed, 40 + seed) for seed in range(4)]
     engine.ask(*map(Query, contexts))
     longer = [ids + text(9, new) for ids, new in zip(contexts, [1, 1, 5, 12], strict=True)]

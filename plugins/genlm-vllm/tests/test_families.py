@@ -30,7 +30,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("family", CHANGES)
-def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_rows_match_transformers(family: str, tmp_path: Path) -> None:
     found = SWEEP.of(family, tmp_path, lambda _: CHANGES[family])
     if "not implemented for 'Float'" in found[0].why:
         pytest.skip("before 0.32, vLLM has no kernel for Mamba in float32 on a CPU")

@@ -74,7 +74,7 @@ LONGROPE = {
         ("Llama", DYNAMIC, {"max_model_len": 4 * FAR}, FAR, ["context_limited"]),
     ],
 )
-def test_rows_are_those_of_transformers(
+def test_rows_match_transformers(
     family, config, engine_opts, longest, said, make_tiny, load_briefly
 ):
     """The rows are cold ones, and those of sessions that grow across a threshold. Scores agree with

@@ -273,7 +273,7 @@ class ScoredTokensAreBytes(Chain):
 
 @breaks("adapter_in_sampling")
 class DrawsKeepStateOfTheBase(Chain):
-    """What a draw with an adapter leaves behind is kept under the base model."""
+    """The state of a draw under an adapter is kept under the base model."""
 
     def draw(self, query, how, place):
         ids = super().draw(query, how, place)

@@ -293,7 +293,7 @@ class ScoresOverPadding(Recurrent):
 
 @breaks("long_continuations")
 class ScoresEndWithTheText(Recurrent):
-    """What follows the end of a text in a continuation counts as certain."""
+    """Tokens after the end of a text in a continuation have probability 1."""
 
     def score(self, query, ids, width):
         found = super().score(query, ids, width)

@@ -35,7 +35,7 @@ def numbers_of(state):
 
 
 def weights_of(adapter):
-    """What an adapter's file makes of the start state."""
+    """The start state under an adapter, computed from its file."""
     with open(adapter.path, "rb") as file:
         return int.from_bytes(hashlib.blake2b(file.read(), digest_size=8).digest(), "little")
 

@@ -253,12 +253,12 @@ class Slots:
         return True
 
 
-# --- who runs -------------------------------------------------------------------------------------
+# --- scheduling -----------------------------------------------------------------------------------
 
 
 @breaks("cancelled_requests_leave_nothing", hangs=True)
 class DroppedBeforeItRuns(Slots):
-    """What is dropped before it has a slot is computed, and answered."""
+    """Requests dropped before they have a slot are computed and answered."""
 
     def drop(self, request):
         for task in [task for task in self.running if task.answers(request)]:
@@ -416,7 +416,7 @@ class ScoresRepeatAtChunks(Slots):
 
 @breaks("adapters_are_bound_and_pinned_again_and_again")
 class PinsOutliveTheirAdapter(Slots):
-    """What is pinned with an adapter that is removed keeps its blocks for ever."""
+    """Pins under a removed adapter keep their blocks for ever."""
 
     @hookimpl
     def genlm_remove_lora(self, adapter):
@@ -437,7 +437,7 @@ class PinnedAgainTakesMore(Slots):
 
 @breaks("contexts_beside_as_many_pins_as_fit", hangs=True)
 class NoRoomIsWaitedFor(Slots):
-    """What does not fit beside pins waits for ever."""
+    """Requests that do not fit beside pins wait for ever."""
 
     def refused(self, task):
         self.preempt(task)
@@ -446,7 +446,7 @@ class NoRoomIsWaitedFor(Slots):
 
 @breaks("contexts_beside_as_many_pins_as_fit")
 class PinsAreWrittenOver(Slots):
-    """Where blocks run out, the last one of the first pin is taken."""
+    """If blocks run out, the last block of the first pin is taken."""
 
     def take(self):
         first = next(iter(self.pinned.values()), None)

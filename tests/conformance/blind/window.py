@@ -88,7 +88,7 @@ class WiderFarOut(Window):
 
 @breaks("contexts_grow_across_every_length")
 class ForksShareARing(Window):
-    """What extends a long context writes into its ring."""
+    """An extension of a long context writes into that context's ring."""
 
     def owned(self, ring):
         return ring if len(ring) == self.window else list(ring)

@@ -92,7 +92,7 @@ class FailedLoadMovesTheOthers(MockEngine):
 
 @breaks("adapters_added_at_once")
 class ContentsLeftOnTheEngine(Keeping, MockEngine, paths=dict):
-    """What was read is left on the engine, where the next one who reads puts its own."""
+    """The contents of an adapter are kept on the engine, where the next read overwrites them."""
 
     @hookimpl
     def genlm_read_lora(self, adapter):
@@ -134,7 +134,7 @@ class AdapterSwitchLost(MockEngine):
 
 @breaks("adapter_in_sampling", "https://github.com/lightseekorg/tokenspeed/pull/976")
 class DrawsForgetTheAdapter(OneAfterTheOther, Forgetting, MockEngine, left=dict):
-    """What a draw leaves is kept as the base model's."""
+    """The state of a draw is kept as the base model's."""
 
     def _draw(self, query, params):
         drawn = super()._draw(query, params)

@@ -15,7 +15,7 @@ from .working_engine import WorkingEngine
 
 @breaks("dropped_under_one_adapter", hangs=True)
 class DroppedUnderEveryAdapter(Continuous):
-    """What is dropped is looked for by its tokens."""
+    """Dropped requests are looked up by their tokens."""
 
     def step(self, new, dropped):
         gone = {request.token_ids for request in dropped if isinstance(request, Query)}
@@ -159,8 +159,8 @@ class TwentyPins(Forgetting, MockEngine, pins=dict, recent=dict):
 
 @breaks("pins_end_with_their_adapter")
 class PinsAreFreedTwice(Keeping, MockEngine, removed=list, owners=dict, doubled=set):
-    """What was pinned with a removed adapter is freed then, and again when state is cleared: two
-    contexts are given its block."""
+    """Pins under a removed adapter are freed when it is removed, and again when state is cleared:
+    two contexts are given its block."""
 
     @hookimpl
     def genlm_remove_lora(self, adapter):

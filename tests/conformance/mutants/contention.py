@@ -84,7 +84,7 @@ class RowsWaitForTheDraw(Continuous):
 
 @breaks("cancelled_draw_ends")
 class DroppedDrawsRunOn(Continuous):
-    """What is dropped is drawn to its end, and then answered."""
+    """Dropped draws run to their end, and are then answered."""
 
     def step(self, new_requests, dropped):
         answers = self.advance(new_requests)
@@ -221,7 +221,7 @@ class ProgressOfADroppedPrompt(WorkingEngine):
 
 @breaks("cancelled_requests_leave_nothing")
 class SetBackDrawsTheSameNumbers(WorkingEngine):
-    """Where memory runs out a draw is set back, and goes on with its first random numbers."""
+    """If memory runs out, a draw is preempted, and continues with its first random numbers."""
 
     room = 700
 

@@ -1,4 +1,4 @@
-"""What a mutant is, and the list of them."""
+"""The definition of a mutant, and the list of mutants."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ once_per_tokens = shared_by(lambda engine, query: query.token_ids)
 
 
 def behind_pinned_prefixes(engine, query):
-    """What follows a pinned prefix."""
+    """The tokens after a pinned prefix."""
     for pinned in engine.pinned:
         length = pinned.length
         begins = pinned.adapter == query.adapter and query.token_ids[:length] == pinned.token_ids
@@ -276,7 +276,7 @@ class ResultsInTheOrderOfContexts(Reduces):
 
 @MUTANTS.breaks("functions_of_rows")
 class OneExceptionForAll(Reduces):
-    """Where a function raises for one caller, all of its callers get the exception."""
+    """If a function raises for one caller, all of its callers get the exception."""
 
     def _answers(self, finished):
         answers = super()._answers(finished)

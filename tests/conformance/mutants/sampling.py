@@ -204,7 +204,7 @@ class DrawEndsBeforeTheLimit(OneAfterTheOther, MockEngine):
 
 @breaks("long_continuations")
 class TokenBeforeTheStopLost(OneAfterTheOther, MockEngine):
-    """What is held back until it is known whether the draw stops is lost when it does."""
+    """Tokens that are held back until it is known whether the draw stops are lost when it does."""
 
     def _draw(self, query, params):
         drawn = super()._draw(query, params)

@@ -196,7 +196,8 @@ class RotaryBaseOfTheCachedKeys(Remembering):
 
 @breaks("contexts_grow_across_every_length", max_context=1024)
 class NewBlockMissesTheTokenBefore(Remembering):
-    """What grows into a new block of 64 tokens does not see the last token of the old one."""
+    """A context that grows into a new block of 64 tokens does not see the last token of the old
+    block."""
 
     def spoilt(self, ids, alone):
         return len(ids) % 64 == 1 and len(ids) > 64 and ids[:-1] in self.asked
@@ -243,7 +244,7 @@ class ExtensionsReadTheFirstAdaptersBlocks(Forgetting, MockEngine, first=dict):
 
 @breaks("requests_on_a_schedule", "https://github.com/ggml-org/llama.cpp/issues/7859")
 class DrawnTokensStay(Forgetting, MockEngine, left=dict):
-    """What was drawn stays in a sequence of several blocks: the next request decodes after it."""
+    """Drawn tokens stay in a sequence of several blocks: the next request decodes after them."""
 
     @hookimpl
     def genlm_sample(self, queries, params):

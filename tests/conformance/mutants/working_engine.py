@@ -23,7 +23,8 @@ from genlm.kit.prefixes import key_of, shared_length
 
 @define(eq=False)
 class Job:
-    """What the batch knows of one request. An engine has these in arrays, one place for each."""
+    """The state of one request in the batch. A real engine keeps it in arrays, with an entry for
+    each request."""
 
     request: Request
     tokens: list[int]  # The prompt, then the tokens that are scored or were drawn.
@@ -102,7 +103,7 @@ class WorkingEngine(MockEngine):
             job.scores = []
         return job
 
-    # --- who runs ---------------------------------------------------------------------------------
+    # --- scheduling -------------------------------------------------------------------------------
 
     def admit(self) -> None:
         while self.waiting and len(self.batch) < self.places:
@@ -148,7 +149,7 @@ class WorkingEngine(MockEngine):
         again = evolve(job, state=[], scores=None if job.scores is None else [])
         self.waiting.insert(0, again)
 
-    # --- what is computed -------------------------------------------------------------------------
+    # --- computing --------------------------------------------------------------------------------
 
     def compute(self) -> list[Answer]:
         room = self.chunk
@@ -202,10 +203,10 @@ class WorkingEngine(MockEngine):
     def row_at(self, job: Job, length: int) -> torch.Tensor:
         return self.row(Query(tuple(job.state[:length]), job.adapter))
 
-    # --- what is kept -----------------------------------------------------------------------------
+    # --- kept state -------------------------------------------------------------------------------
 
     def keep(self, job: Job) -> None:
-        """What a finished job has computed serves those that extend it."""
+        """Jobs that extend a finished one start from its state."""
         self.kept[self.key(job.adapter, job.tokens[: len(job.state)])] = job.state
         while len(self.kept) > self.prefixes:
             self.kept.popitem(last=False)

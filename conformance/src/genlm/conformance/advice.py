@@ -1,5 +1,5 @@
-"""What an author wants to know of a clause that fails: its likeliest cause, which other clauses say
-more, and by which capability it can be excused."""
+"""Advice for an author on a clause that fails: its likeliest cause, which other clauses say more,
+and by which capability it can be excused."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ UNMEASURED_BACKENDS = ("mock",)
 
 @frozen
 class Measured:
-    """What came of one backend: tokens per second for each number of particles, or why not."""
+    """The result of one backend: tokens per second for each number of particles, or the reason why
+    there are none."""
 
     backend: str
     rates: dict[int, float]

@@ -329,5 +329,5 @@ def _scores(
 
 
 async def _outcomes(*asked: Coroutine[Any, Any, Outcome]) -> list[Outcome]:
-    """What comes of requests that are asked together, exceptions in their places."""
+    """The results of requests that are asked for together, with exceptions in their places."""
     return await asyncio.gather(*asked, return_exceptions=True)

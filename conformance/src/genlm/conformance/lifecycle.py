@@ -32,7 +32,7 @@ from genlm.core.lm import AsyncLM
 if TYPE_CHECKING:
     import torch
 
-#: What importing a plugin module may not bring along, besides the engine's own distribution.
+#: Modules that importing a plugin must not import, besides the engine's own distribution.
 HEAVY_MODULES = frozenset({"jax", "mlx", "tensorflow", "torch", "transformers"})
 
 #: Prints the top-level modules that looking at a backend imports, beyond those of the core.
@@ -58,7 +58,7 @@ SETTLING_PART = 1 / 12
 
 @frozen
 class Alive:
-    """What the process holds."""
+    """The objects that the process holds."""
 
     tensors: int  # bytes, each storage counted once
     threads: frozenset[str]

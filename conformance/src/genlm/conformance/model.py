@@ -106,7 +106,7 @@ class Model:
 
     @property
     def changed_settings(self) -> list[str]:
-        """What is other in the process than before the model was loaded for the first time."""
+        """The changes in the process since the model was first loaded."""
         return Settings.now().changes(self._settings)
 
     @property

@@ -332,8 +332,8 @@ class Program:
         return [*asked]
 
     def _grown(self, one: Query) -> Query:
-        """One that goes on, perhaps from an earlier place or with another adapter; it may know of
-        which it is an extension."""
+        """An extension of a query, perhaps from an earlier position or under another adapter. Its
+        context may record which context it extends."""
         cut = self.source.choice([one.length] * 6 + [self.source.randint(1, one.length)])
         context = one.context if cut == one.length else one.context.first(cut)
         more = self.source.choice([0, 1, 1, 1, 1, 1, 2, 3, 9, 40])
@@ -393,7 +393,7 @@ class Program:
     # --- comparing answers ------------------------------------------------------------------------
 
     def _go_on(self, answer: Answer) -> None:
-        """What was drawn is gone on with."""
+        """Continue from drawn tokens."""
         request, drawn = answer.request, answer.result
         if isinstance(request, SampleRequest) and isinstance(drawn, Sequence) and drawn:
             self._known.append(request.query.extended(tuple(drawn)))

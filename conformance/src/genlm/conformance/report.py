@@ -29,7 +29,7 @@ Status = Literal["passed", "skipped", "failed"]
 
 @frozen
 class Verdict:
-    """What came of one clause.
+    """The outcome of one clause.
 
     Attributes:
         clause: Its name.
@@ -52,7 +52,7 @@ class Verdict:
 
 @frozen
 class Report:
-    """What came of the suite.
+    """The outcome of the suite.
 
     Attributes:
         backend: Its name.

@@ -1,4 +1,4 @@
-"""What a program has set for its whole process."""
+"""Settings of the whole process that belong to the program."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Settings:
         )
 
     def changes(self, before: Settings) -> list[str]:
-        """What is other than it was before, in words. Variables of the environment that are new do
-        not count: libraries add their own."""
+        """The changes since before, in words. Variables of the environment that are new do not
+        count: libraries add their own."""
         found = []
         for each in fields(Settings):
             old, new = getattr(before, each.name), getattr(self, each.name)
@@ -73,7 +73,7 @@ class Settings:
 
 
 def in_a_new_thread(call: Callable[[], T]) -> T:
-    """What a call gives in a thread that has done nothing before."""
+    """The result of a call in a new thread."""
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(call).result()
 

@@ -54,7 +54,7 @@ class SharedRows:
         self._file = -1
 
     def place_for(self, rows: int) -> Place | None:
-        """Where so many rows have room; ``None`` where there are no anonymous files."""
+        """Shared memory with room for the rows; ``None`` if the system has no anonymous files."""
         rows = min(1 << (rows - 1).bit_length(), self.most)  # so that it seldom grows
         size = MARK_BYTES + rows * self._bytes
         if self._place is not None and self._place.size >= size:
