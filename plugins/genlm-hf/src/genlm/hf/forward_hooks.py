@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch.nn.modules import module as of_torch
@@ -15,8 +14,6 @@ class ForwardHooks:
 
     Args:
         modules: All modules of the model, the model itself first.
-        is_ours: A method that says whether a hook is the plugin's own. It is referred to weakly,
-            because its object keeps this one: a cycle would keep a closed model alive.
 
     Attributes:
         inside: PyTorch's numbers, which are never reused, of the hooks that the user has set inside
@@ -25,8 +22,7 @@ class ForwardHooks:
         are_foreign: Whether the user had set any hook then, also on the model itself.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module], is_ours: Callable[[Any], bool]) -> None:
-        self._is_ours = WeakMethod(is_ours)
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         # The tables of hooks are listed once, because they are walked over before each step.
         model, *others = modules
         self._inside = [
@@ -36,22 +32,28 @@ class ForwardHooks:
         ]
         self._tables: list[dict[int, Any]] = [hooks for _, hooks in self._inside]
         self._on_model = _hooks_of(model)
-        self.look()
+        self.inside: list[int] = []
+        self.are_foreign = False
 
-    def look(self) -> None:
-        """Update the attributes. This is called before each step."""
-        self.inside = self._foreign(self._tables)
-        self.are_foreign = bool(self.inside or self._foreign(self._on_model))
+    def look(self, is_ours: Callable[[Any], bool]) -> None:
+        """Update the attributes. This is called before each step.
+
+        Args:
+            is_ours: Whether a hook is the plugin's own. It is not kept: its object keeps this one,
+                and a cycle would keep a closed model alive.
+        """
+        self.inside = _foreign(self._tables, is_ours)
+        self.are_foreign = bool(self.inside or _foreign(self._on_model, is_ours))
 
     def functions(self) -> list[tuple[int, Any]]:
         """The functions of all hooks inside the model or for all modules, the plugin's own
         included, each with the index of its module."""
         return [(at, hook) for at, hooks in self._inside for hook in hooks.values()]
 
-    def _foreign(self, tables: Sequence[dict[int, Any]]) -> list[int]:
-        is_ours: Any = self._is_ours()
-        some = filter(None, tables)
-        return [at for hooks in some for at, hook in hooks.items() if not is_ours(hook)]
+
+def _foreign(tables: Iterable[dict[int, Any]], is_ours: Callable[[Any], bool]) -> list[int]:
+    some = filter(None, tables)
+    return [at for hooks in some for at, hook in hooks.items() if not is_ours(hook)]
 
 
 def _hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:

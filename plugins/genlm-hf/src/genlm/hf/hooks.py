@@ -56,7 +56,7 @@ class ForeignHooks:
     def effect_of_change(self) -> Effect | None:
         """The effect of hooks set or removed since the last call; ``None`` if they are the same."""
         hooks = self._runner.hooks
-        hooks.look()
+        hooks.look(self._runner.is_ours)
         numbers = hooks.inside
         if numbers == self._numbers or not self._choice.contexts:
             return None

@@ -106,7 +106,8 @@ class Runner:
         self._hook = head.register_forward_pre_hook(self._select) if head is not None else None
         # Listed once, since a walk over the model takes as long as a layer.
         self.modules = [*self._model.modules()]
-        self.hooks = ForwardHooks(self.modules, self.is_ours)
+        self.hooks = ForwardHooks(self.modules)
+        self.hooks.look(self.is_ours)
         self.changes += 1
 
     def packed(
