@@ -33,7 +33,7 @@ def test_every_hook_is_in_the_table_with_its_arguments(name: str) -> None:
 
 
 def test_every_module_of_the_layout_exists() -> None:
-    table = PAGE.split("The modules of the layout:")[1].split("`genlm.kit` has")[0]
+    table = PAGE.split("`genlm.core` has modules for")[1].split("`genlm.kit` has")[0]
     modules = re.findall(
         r"`([a-z]+)`",
         "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `")),

@@ -66,7 +66,7 @@ READ_EVERYWHERE: Mapping[str, object] = {"llama_4_scaling": None, "logit_scale":
 #: For each family, a setting or input and how vLLM treats it differently: always, and on a CPU
 #: only.
 ALWAYS = {"hrm_text": ("a prompt", "lets its tokens attend to later ones")}
-LATENT = ("kv_lora_rank", "computes latent attention otherwise on a CPU")
+LATENT = ("kv_lora_rank", "computes latent attention differently on a CPU")
 ON_A_CPU = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT),
     "ernie4_5_moe": ("e_score_correction_bias", "leaves it out of the routing on a CPU"),
@@ -255,7 +255,7 @@ def _refuse_what_is_not_read(settings: Any, whole: str) -> None:
             raise _error(family, f"rope_parameters={rope!r}", "computes a yarn without factors")
         scaled = rope.get("rope_type", "default")
         if "mrope_section" in rope and scaled != "default" and not _scales_mrope(family, scaled):
-            raise _error(family, f"rope_type={scaled!r}", "computes it otherwise beside M-RoPE")
+            raise _error(family, f"rope_type={scaled!r}", "computes it differently beside M-RoPE")
         what = "applies it, where transformers does not"
         part = rope.get("partial_rotary_factor", 1.0)
         if part != 1.0 and scaled == "default" and not is_read(family, "partial_rotary_factor"):
