@@ -47,6 +47,45 @@ def test_caches_that_cannot_be_batched_are_warned_of(
     engine.genlm_clear_kv_cache()
 
 
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def with_a_narrow_head(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"][:, :-1].contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def with_an_encoder(folder: Path) -> None:
+    of_t5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
+    (folder / "config.json").write_text(json.dumps({**of_t5, "is_encoder_decoder": True}))
+
+
+def masked(folder: Path) -> None:
+    of_bert = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
+    (folder / "config.json").write_text(json.dumps(of_bert))
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (without_weights, "the folder has no weights: copy"),
+        (with_a_narrow_head, "the weights do not fit config.json: copy"),
+        (with_an_encoder, "no causal language model, so no backend serves it"),
+        (masked, "no causal language model, so no backend serves it"),
+    ],
+)
+def test_the_remedy_names_no_backend_that_cannot_load_it_either(
+    folders: Folders, tmp_path: Path, change: Any, remedy: str
+) -> None:
+    folder = shutil.copytree(folders("llama"), tmp_path / "model")
+    change(folder)
+    with pytest.raises(EngineError, match=remedy) as raised:
+        load(str(folder), {})
+    assert "backend=" not in str(raised.value)
+
+
 def test_other_files_beside_the_weights_are_passed_over(folders: Folders, tmp_path: Path) -> None:
     """mlx-lm would read every file whose name begins with "model"."""
     folder = shutil.copytree(folders("llama"), tmp_path / "model")

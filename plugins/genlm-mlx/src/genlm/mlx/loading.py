@@ -16,7 +16,12 @@ import mlx.core as mx
 from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
-from genlm.kit.checkpoints import read_by_transformers, require_all_read, require_weights
+from genlm.kit.checkpoints import (
+    read_by_transformers,
+    require_all_read,
+    require_weights,
+    weight_files,
+)
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
 from genlm.kit.settings import rope_limits, rope_reach, settings_of
 from genlm.kit.tokenizer_files import follow_file
@@ -87,7 +92,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
     except LOADING_ERRORS as error:
         raise EngineError(
             f"mlx-lm cannot load {name!r}, of family {config.get('model_type')!r} "
-            f"({' '.join(describe_error(error).split()):.200}); load it with backend='hf'"
+            f"({' '.join(describe_error(error).split()):.200}); {_remedy(folder, config, error)}"
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -113,6 +118,18 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         max_context=longest,
         eos_token_ids=eos_token_ids(str(folder)),
     )
+
+
+def _remedy(folder: Path, config: Mapping[str, Any], error: BaseException) -> str:
+    """What helps against an error of mlx-lm. Another backend does not help if it fails as well."""
+    if not weight_files(folder):
+        return "the folder has no weights: copy or download the whole folder"
+    if isinstance(error, ValueError) and "Expected shape" in str(error):
+        return "the weights do not fit config.json: copy or download the whole folder again"
+    masked = any("MaskedLM" in name for name in config.get("architectures") or ())
+    if masked or config.get("is_encoder_decoder"):
+        return "it is no causal language model, so no backend serves it"
+    return "load it with backend='hf'"
 
 
 @contextmanager
