@@ -76,6 +76,19 @@ def test_a_rotary_embedding_that_stretches_takes_more(kind: str) -> None:
     assert HFEngine(transformers.LlamaForCausalLM(config), None).max_context == 80
 
 
+def test_positions_that_are_already_stretched_are_not_stretched_again() -> None:
+    config = transformers.LlamaConfig(
+        **{**SHAPE, "max_position_embeddings": 80},
+        rope_parameters={
+            "rope_type": "linear",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 20,
+        },
+    )
+    assert HFEngine(transformers.LlamaForCausalLM(config), None).max_context == 80
+
+
 def test_rotary_scaling_in_some_layers_does_not_extend_the_context() -> None:
     """In Gemma 3, the number of positions is already the stretched one."""
     config = transformers.Gemma3TextConfig(

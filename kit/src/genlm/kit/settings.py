@@ -190,12 +190,15 @@ def rope_reach(settings: Any, longest: int, *types: str) -> int:
             continue
         # If only some layers are linear, as in Gemma 3, the number of positions is already the
         # stretched one.
-        if rope_type == "dynamic" or (rope_type == "linear" and kind is None):
+        original = one.get("original_max_position_embeddings")
+        if rope_type == "dynamic":
             reach = max(reach, longest * factor)
+        elif rope_type == "linear" and kind is None:
+            reach = max(reach, factor * (original or longest))
         elif rope_type == "yarn":
             # YaRN is often switched on as Qwen describes it, without changing the number of
             # positions.
-            reach = max(reach, factor * (one.get("original_max_position_embeddings") or 0))
+            reach = max(reach, factor * (original or 0))
     return int(reach)
 
 
