@@ -113,7 +113,9 @@ def test_model_that_is_not_causal_is_rejected(tmp_path: Path) -> None:
     shape = {"vocab_size": 256, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     T5ForConditionalGeneration(T5Config(**shape)).save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
-    with pytest.raises(EngineError, match=r"not a causal language model: .* none for T5Config"):
+    with pytest.raises(
+        EngineError, match=r"not a causal language model: .* no causal class for T5Config"
+    ):
         load_model_by_name(str(tmp_path), "hf")
 
 

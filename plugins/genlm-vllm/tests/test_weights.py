@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from structlog.testing import capture_logs
 from vllm.model_executor.model_loader import base_loader, runai_streamer_loader
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
-from genlm.core import EngineError, Query
-from genlm.kit.loads import KEPT_BYTES
+from genlm.core import EngineError, Query, UnsupportedError
+from genlm.kit.loads import KEPT_BYTES, watch_load
+from genlm.vllm.weights import explain_repacked_weights
 from tests.adapter_outcomes import reference_rows
 
 from .driven import text
@@ -143,3 +145,15 @@ def test_a_quantised_layer_whose_bias_is_in_no_file_is_rejected(
     said = r"no weights of qwen2 for model\.layers\.0\.self_attn\.qkv_proj\.bias \(2 in .*'hf'"
     with pytest.raises(EngineError, match=said):
         load_briefly(str(folder), dtype="bfloat16")
+
+
+def test_a_model_whose_load_is_still_watched_explains_repacked_weights() -> None:
+    class Repacked(torch.nn.Module):
+        def load_weights(self, weights: Any) -> None:
+            raise AttributeError("weight_loader")
+
+    model = Repacked()
+    watch_load(model, lambda *load: None)
+    explain_repacked_weights(model)
+    with pytest.raises(UnsupportedError, match=r"packed the weights .*weight_loader"):
+        model.load_weights([])

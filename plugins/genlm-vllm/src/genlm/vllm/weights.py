@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import ismethod
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,7 @@ def load_of(model: Any) -> Load | None:
 def explain_repacked_weights(model: Any) -> None:
     """Let a model explain why vLLM cannot load other weights into it: on a CPU, vLLM has repacked
     the loaded ones."""
-    # Otherwise a closed model would keep itself alive.
-    own: Any = weakref.WeakMethod(model.load_weights)
+    own = _reference(model.load_weights)
 
     def load_weights(*args: Any, **named: Any) -> Any:
         try:
@@ -117,3 +117,12 @@ def explain_repacked_weights(model: Any) -> None:
             ) from error
 
     model.load_weights = load_weights
+
+
+def _reference(load_weights: Callable[..., Any]) -> Callable[[], Any]:
+    """A reference to a model's way to load weights. A method is referred to weakly, otherwise a
+    closed model would keep itself alive; the function of a load that is still watched keeps none.
+    """
+    if ismethod(load_weights):
+        return weakref.WeakMethod(load_weights)
+    return lambda: load_weights
