@@ -98,12 +98,13 @@ class Declaration:
             return [row.cpu() for row in rows]
 
     def fail_inside(self, lm: AsyncLM) -> Callable[[int], AbstractContextManager[None]] | None:
-        """A way to make the engine fail in the middle of an evaluation; ``None`` if there is none.
+        """A way to make the engine fail in the middle of an evaluation, or ``None``.
+
         Override this method for an engine whose model is not a torch module in this process.
 
         Returns:
             A function of a number ``n`` that returns a context manager. Inside the context manager,
-            the next ``n`` evaluations fail.
+            the next ``n`` evaluations fail. ``None`` if the suite cannot make the engine fail.
         """
         return failing_forward(lm.underlying_model)
 

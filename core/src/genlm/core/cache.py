@@ -74,7 +74,7 @@ class OutputCache:
 
     def peek(self, key: Hashable, *, counted: bool = True) -> torch.Tensor | None:
         """The cached row of ``key`` itself, which the caller must copy before writing; ``None`` if
-        there is none. If ``counted``, a found row counts as a hit."""
+        it is not cached. If it is, and ``counted`` is true, ``hits`` grows by one."""
         # The usual case. It needs no lock, because no change by another thread can harm this
         # look-up.
         if not self._rows or key not in self._rows or self._forked():

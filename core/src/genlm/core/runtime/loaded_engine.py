@@ -96,8 +96,8 @@ class LoadedEngine:
         # The width of rows; stored, because users may change the list.
         self.width = len(self.byte_vocab)
         processors = self.calls.processors
-        #: The hook by which the engine answers ``samples`` and ``scores`` itself. With wrappers
-        #: that change rows there is none, since the engine would not use their rows.
+        #: The hooks by which the engine answers ``samples`` and ``scores`` itself. Empty with
+        #: wrappers that change rows: the engine would not use the changed rows.
         self.native: dict[str, str] = {}
         # Without `width`, padding would have mass in scores.
         over = "width" if self.vocab_size > self.width else None

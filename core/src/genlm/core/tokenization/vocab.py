@@ -47,7 +47,7 @@ def decode_vocab(
         ``(byte_vocab, str_vocab)``, with ``byte_vocab[i].token_id == i``.
 
     Raises:
-        InvalidOptionError: ``byte2str_fallback`` is none of the above.
+        InvalidOptionError: ``byte2str_fallback`` is not one of the values above.
         VocabularyError: The tokenizer loses bytes of the text (WordPiece does), or its family is
             not known, or it has special tokens only, or its ``token_bytes()`` returns something
             other than bytes.
