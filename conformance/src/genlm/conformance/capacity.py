@@ -49,9 +49,9 @@ class CapacityClauses:
         capability="cancelling",
     )
     def test_cancelled_requests_give_their_places_back(self, live: Subject) -> None:
-        """After hundreds of requests are cancelled in flight, as many requests as before run
-        together: draws or long rows take no more calls of the engine, and a short request does not
-        wait for a long one."""
+        """After hundreds of draws and long rows are cancelled in flight, as many requests as before
+        run together: draws take no more calls of the engine (not counted with ``genlm_wake``), and
+        a short request does not wait for a long one."""
         if not live.lm.supports("genlm_step", "dropped"):
             pytest.skip("the engine takes nothing back (genlm_step without `dropped`)")
         contexts = live.contexts
@@ -175,8 +175,9 @@ class CapacityClauses:
     )
     def test_contexts_beside_as_many_pins_as_fit(self, live: Subject) -> None:
         """Prompts are pinned until the engine rejects one, or there are many. Then long contexts,
-        extensions of these and of the pinned prompts, and draws and scores are right, or are
-        rejected. After a clear nothing is rejected."""
+        extensions of these and of the pinned prompts, and draws and scores (at a low effort only if
+        a pin was rejected) are right, or are rejected. If a pin was rejected, all of this is asked
+        for again with fewer pins. After a clear nothing is rejected."""
         live.needs("genlm_cache_prefix")
         contexts = live.contexts
         room = min(live.longest, contexts.limit - 4)
@@ -189,8 +190,9 @@ class CapacityClauses:
         pinned = _pinned(live, prompts)
         is_full = len(pinned) < len(prompts)
         # At a low effort draws and scores are asked for only if some of them are preempted.
-        draws = self._draws(live, half) if is_full or live.effort >= 1 else []
-        texts = [contexts.long(room, 6 + i) for i in range(SCORES_TOGETHER)] if draws else []
+        asks_more = is_full or live.effort >= 1
+        draws = self._draws(live, half) if asks_more else []
+        texts = [contexts.long(room, 6 + i) for i in range(SCORES_TOGETHER)] if asks_more else []
         beside = f"beside {len(pinned)} pinned prompts of {length} tokens"
         rows: list[tuple[Outcome, TokenIds, str]] = []
         scores: list[tuple[Outcome, TokenIds, TokenIds]] = []

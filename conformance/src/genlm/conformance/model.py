@@ -136,9 +136,9 @@ class Model:
 
     def clear(self) -> None:
         """Clear the rows and the key/value state."""
-        self.gate.look_back()  # What the suite itself keeps would look like the engine's.
         self.lm.clear_cache()
         self.lm.clear_kv_cache()
+        self.gate.look_back()  # Rows that the suite keeps would look like the engine's.
         self.commands.clear()
 
     def bind(self, name: str, to: str) -> None:

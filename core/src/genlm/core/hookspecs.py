@@ -156,7 +156,7 @@ def genlm_next_token_logprobs(queries: Sequence[Query]) -> torch.Tensor:
 
     Returns:
         ``[len(queries), vocab_size]`` float32 log-probabilities, row ``i`` for ``queries[i]``. The
-        engine may use the same memory for the next call: the core copies rows that it needs longer.
+        tensor then belongs to the core: if you reuse a buffer, return a copy (``.clone()``).
 
     Raises:
         Exception: the core asks again in smaller batches, until only the query that causes it

@@ -114,10 +114,10 @@ class TokenCharacterTrie:
         """The sum of the weights of all items below each node.
 
         Sums add disjoint parts and never subtract, so small masses keep their precision: for
-            weights that are not negative, the relative rounding error of each sum grows only with
-            the logarithm of the number of items. NumPy computes in float64. An accelerator computes
-            in float32, with a relative error below 2e-6 for today's vocabularies, or in float64 if
-            ``dtype`` asks for it. (MPS has no float64.)
+        weights that are not negative, the relative rounding error of each sum grows only with the
+        logarithm of the number of items. NumPy computes in float64. An accelerator computes in
+        float32, with a relative error below 2e-6 for today's vocabularies, or in float64 if
+        ``dtype`` asks for it. (MPS has no float64.)
 
         On an accelerator, a tensor is returned without waiting for the device.
 

@@ -24,8 +24,8 @@ logger = get_logger()
 #: The width of a step is a multiple of this many columns.
 COLUMNS = 64
 
-#: A shape is recorded at its third step. The second one runs as it will be recorded, because a
-#: first forward may allocate memory that later forwards use.
+#: From this step on, a shape has a step of constant shape. The next one is recorded: the first
+#: forward may allocate memory that later forwards use.
 RECORDED_AFTER = 3
 
 
