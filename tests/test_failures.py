@@ -449,3 +449,27 @@ def test_prompt_that_cannot_be_pinned_again_is_given_up_alone(forgetful):
         lm.cache_kv([5])
     lm.cache_kv([6])
     assert {query.token_ids for query in engine.pinned} == {(1,), (3,), (6,)}
+
+
+def test_where_there_is_no_memory_for_copies_of_a_divided_batch_smaller_ones_are_tried(monkeypatch):
+    class TakesTwo(MockEngine):
+        @hookimpl
+        def genlm_next_token_logprobs(self, queries):
+            if len(queries) > 2:
+                raise RuntimeError("too many")
+            return super().genlm_next_token_logprobs(queries)
+
+    copy, failures = torch._foreach_clamp_min, [torch.OutOfMemoryError("none left")]
+
+    def copies(rows, least):
+        if failures:
+            raise failures.pop()
+        return copy(rows, least)
+
+    contexts = [[1], [2], [3], [4]]
+    with AsyncLM(lambda: TakesTwo(ByteTokenizer()), backend="mock", cache_size=0) as lm:
+        expected = [lm.next_token_logprobs_uncached(each) for each in contexts]
+        monkeypatch.setattr(torch, "_foreach_clamp_min", copies)
+        found = lm.batch_next_token_logprobs_sync(contexts)
+        assert not failures
+        torch.testing.assert_close(found, torch.stack(expected))

@@ -19,6 +19,7 @@ from genlm.core import (
     EngineDeadError,
     EngineError,
     ModelClosedError,
+    QueriesResetError,
     hookimpl,
     together,
 )
@@ -93,6 +94,44 @@ async def test_request_without_callers_is_dropped_and_can_be_repeated():
         assert torch.equal(await again, row_of(2))
         assert torch.equal(await kept, row_of(3))
         assert lm.stats.cancelled == 2
+
+
+async def test_requests_in_flight_of_a_call_that_is_reset_are_dropped():
+    engine = Elsewhere()
+    with AsyncLM(lambda: engine, backend="elsewhere", batch_size=2) as lm:
+        call = later(lm.batch_next_token_logprobs([[1], [2], [3], [4]]))
+        await engine.step_with(0)
+        lm.reset_async_queries()
+        with pytest.raises(QueriesResetError):
+            await call
+        assert [query.token_ids for query in await engine.step_with(1)] == [(1,), (2,)]
+        row = later(lm.next_token_logprobs([5]))
+        assert [query.token_ids for query in await engine.step_with(0)] == [(5,)]
+        engine.finish()
+        assert torch.equal(await row, row_of(5))
+
+
+async def test_no_further_request_of_a_call_that_has_failed_is_admitted():
+    class Fails(Elsewhere):
+        @hookimpl
+        def genlm_step(self, queries, samples, dropped):
+            failing = [query for query in queries if query.token_ids == (1,)]
+            if not failing:
+                return super().genlm_step(queries, samples, dropped)
+            self.in_flight.update(dict.fromkeys(query for query in queries if query not in failing))
+            self.steps.put((queries, []))
+            return [Answer(query, EngineError("fails")) for query in failing]
+
+    engine = Fails()
+    with AsyncLM(lambda: engine, backend="elsewhere", batch_size=2) as lm:
+        call = later(lm.batch_next_token_logprobs([[1], [2], [3], [4], [6]]))
+        assert len(await engine.step_with(0)) == 2
+        with pytest.raises(EngineError, match="fails"):
+            await call
+        row = later(lm.next_token_logprobs([5]))
+        assert [query.token_ids for query in await engine.step_with(0)] == [(5,)]
+        engine.finish()
+        assert torch.equal(await row, row_of(5))
 
 
 async def test_an_answer_for_a_request_that_is_dropped_in_the_same_step_is_ignored():

@@ -134,8 +134,6 @@ class Context(Sequence[int]):
     def hash_without_last(self) -> int:
         """The hash of the context without its last token. It finds the context that this one may
         extend."""
-        if self.grown == 1:
-            return self.parent_hash
         if not self._tail:
             return self.first(-1).hash_value
         value = 0 if self._blocks is None else self._blocks.value

@@ -235,8 +235,9 @@ class Stats:
         requests: Requests by any method: rows, draws and scores.
         cache_hits: Requests answered from the output cache.
         dedup_hits: Requests that shared the answer of an equal pending one.
-        cancelled: Requests whose callers were cancelled before the engine took them; also while
-            they were in flight, if the engine drops such requests.
+        cancelled: Requests whose callers were cancelled, or failed by another request of the same
+            call, before the engine took them; also while they were in flight, if the engine drops
+            such requests.
         failed: Requests that ended in an error.
         batches: Calls of the engine's evaluation hooks that answered something.
         rows: Rows that the engine computed.

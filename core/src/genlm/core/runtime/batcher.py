@@ -169,8 +169,10 @@ class Batcher:
         self._stepping = False  # whether a step is running that has not been woken yet
         self._drops = False  # whether the executor drops requests
         self._wakes = False  # whether a step that is woken ends early
-        self._watches = False  # both: callers that go are reported
-        self._departed = False  # whether a caller has cancelled since requests were last dropped
+        # Whether the executor does both. Then whoever ends a call early sets `_departed`, because
+        # only after that the requests in flight are searched for those to drop.
+        self._watches = False
+        self._departed = False  # whether requests in flight may have lost their callers
         self._stopping = self._ended = self._exiting = False
         # Makes an error for every later caller. A raised error keeps its callers' frames, and with
         # them the model. So a single error stored here would keep the model alive as long as the
@@ -378,7 +380,10 @@ class Batcher:
     def reset(self) -> None:
         """Fail every request that the engine has not taken yet with :class:`QueriesResetError`."""
         self._check_process()
-        self._fail(self._withdraw(tasks=False), dropped_by_reset)
+        callers = self._withdraw(tasks=False)
+        self._fail(callers, dropped_by_reset)
+        if callers and self._watches:  # other requests of the same calls may be in flight
+            self._caller_left()
 
     def stop(self) -> None:
         """Ask the engine thread to end, without waiting for it. Safe in a finalizer."""
@@ -526,7 +531,7 @@ class Batcher:
     def _dropped(self) -> list[Any]:
         """Take requests without callers out of flight. Not looked for in every step if callers say
         that they go: a step that is woken often would look at thousands of requests each time."""
-        if self._wakes and not self._departed:
+        if self._watches and not self._departed:
             return []
         self._departed = False
         return self._lanes.drop()

@@ -385,15 +385,15 @@ class Lanes:
         return new_requests
 
     def _leave_out_cancelled(self, joining: Pending) -> None:
-        """Drop cancelled callers, and requests without callers."""
+        """Drop callers that need no more results, and requests without callers."""
         cancelled = [
             request
             for request, callers in joining.items()
-            if callers[0][0].future.done() or any(call.future.done() for call, _ in callers[1:])
+            if callers[0][0].gone or any(call.gone for call, _ in callers[1:])
         ]
         for request in cancelled:
             asked = joining[request]
-            callers = [caller for caller in asked if not caller[0].future.done()]
+            callers = [caller for caller in asked if not caller[0].gone]
             self._counters["cancelled"] += len(asked) - len(callers)
             if callers:
                 joining[request] = callers
@@ -401,7 +401,7 @@ class Lanes:
                 del joining[request]
 
     def drop(self) -> list[Any]:
-        """Remove the requests whose callers have all cancelled from flight, and return them."""
+        """Remove the requests that no caller needs any more from flight, and return them."""
         dropped = [
             request
             for request, callers in self.in_flight.items()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from attrs import define, field
 
 from genlm.core.checks import safe_repr
+from genlm.core.copies import copies_of, is_row
 from genlm.core.errors import EngineDeadError, PluginError
 from genlm.core.hook_calls import FATAL, Processor, attributed, clear_pluggy
 from genlm.core.types import (
@@ -261,20 +262,31 @@ def evaluate_isolated(
     A batch of ``n`` with one failing request costs about ``2 * log2(n)`` more calls, most of them
     small.
     """
-    if not requests:
-        return []
+    return _isolated(evaluate, requests, is_last=True) if requests else []
+
+
+def _isolated(
+    evaluate: Callable[[Sequence[R]], Answers[R]], requests: Sequence[R], *, is_last: bool
+) -> Answers[R]:
     try:
-        return evaluate(requests)
+        answers = evaluate(requests)
+        # An engine may write the rows of its next call into the memory of these. If there is no
+        # memory for copies, smaller batches may still have it.
+        return answers if is_last else _with_own_rows(answers)
     except EngineDeadError:
         raise
     except Exception as error:
         if len(requests) == 1:
             return [(requests[0], error)]
     middle = len(requests) // 2
-    first = evaluate_isolated(evaluate, requests[:middle])
-    # An engine may return a buffer of its own, and write the rows of its next call into it.
-    kept = [(r, result.clone() if hasattr(result, "clone") else result) for r, result in first]
-    return kept + evaluate_isolated(evaluate, requests[middle:])
+    first = _isolated(evaluate, requests[:middle], is_last=False)
+    return [*first, *_isolated(evaluate, requests[middle:], is_last=is_last)]
+
+
+def _with_own_rows(answers: Answers[R]) -> Answers[R]:
+    """Answers with copies of their rows and scores."""
+    copies = iter(copies_of([result for _, result in answers if is_row(result)]))
+    return [(request, next(copies) if is_row(result) else result) for request, result in answers]
 
 
 def wrong_tensor(rows: Any, shape: tuple[int, ...]) -> str | None:
