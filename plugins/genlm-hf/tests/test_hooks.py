@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -72,6 +73,17 @@ def test_hook_on_the_last_position_gives_rows_of_whole_forwards(
     grow(pair)
     pair.engine.genlm_clear_kv_cache()
     assert grow(pair)[1:3] == before[1:3], "state is kept again"
+
+
+def test_a_hook_in_a_new_table_of_hooks_is_seen(pair: Pair) -> None:
+    """Programs drop all hooks of a module by giving it another table."""
+    for model in (pair.engine.model, pair.reference):
+        for name, module in model.named_modules():
+            if name.endswith((".h.0", "rs.0")):
+                module._forward_hooks = OrderedDict()
+    grow(pair)
+    set_on(pair, steered_at_the_end)
+    grow(pair)
 
 
 def test_a_hook_on_all_positions_of_a_model_in_use_keeps_the_reuse_of_state(pair: Pair) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,15 +23,7 @@ class ForwardHooks:
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        # The tables of hooks are listed once, because they are walked over before each step.
-        model, *others = modules
-        self._inside = [
-            (-1, of_torch._global_forward_hooks),
-            (-1, of_torch._global_forward_pre_hooks),
-            *((at, hooks) for at, one in enumerate(others) for hooks in _hooks_of(one)),
-        ]
-        self._tables: list[dict[int, Any]] = [hooks for _, hooks in self._inside]
-        self._on_model = _hooks_of(model)
+        self._modules = modules
         self.inside: list[int] = []
         self.are_foreign = False
 
@@ -42,19 +34,29 @@ class ForwardHooks:
             is_ours: Whether a hook is the plugin's own. It is not kept: its object keeps this one,
                 and a cycle would keep a closed model alive.
         """
-        self.inside = _foreign(self._tables, is_ours)
-        self.are_foreign = bool(self.inside or _foreign(self._on_model, is_ours))
+        model, *others = self._modules
+        self.inside = _foreign(_tables(others, everywhere=True), is_ours)
+        self.are_foreign = bool(self.inside or _foreign(_tables([model]), is_ours))
 
     def functions(self) -> list[tuple[int, Any]]:
         """The functions of all hooks inside the model or for all modules, the plugin's own
-        included, each with the index of its module."""
-        return [(at, hook) for at, hooks in self._inside for hook in hooks.values()]
+        included, each with the index of its table."""
+        tables = _tables(self._modules[1:], everywhere=True)
+        return [(at, hook) for at, hooks in enumerate(tables) for hook in hooks.values()]
+
+
+def _tables(
+    modules: Sequence[torch.nn.Module], *, everywhere: bool = False
+) -> Iterator[dict[int, Any]]:
+    """The tables of hooks of modules, and of all modules. They are read anew for each look, because
+    a program may give a module another table."""
+    if everywhere:
+        yield from (of_torch._global_forward_hooks, of_torch._global_forward_pre_hooks)
+    for own in map(vars, modules):
+        yield own["_forward_hooks"]
+        yield own["_forward_pre_hooks"]
 
 
 def _foreign(tables: Iterable[dict[int, Any]], is_ours: Callable[[Any], bool]) -> list[int]:
     some = filter(None, tables)
     return [at for hooks in some for at, hook in hooks.items() if not is_ours(hook)]
-
-
-def _hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    return module._forward_hooks, module._forward_pre_hooks
