@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -54,20 +55,27 @@ class SharedRows:
         self._file = -1
 
     def place_for(self, rows: int) -> Place | None:
-        """Shared memory with room for the rows; ``None`` if the system has no anonymous files."""
+        """Shared memory with room for the rows; ``None`` if the system gives none."""
         rows = min(1 << (rows - 1).bit_length(), self.most)  # so that it seldom grows
         size = MARK_BYTES + rows * self._bytes
         if self._place is not None and self._place.size >= size:
             return self._place
         self.close()
-        if hasattr(os, "memfd_create"):  # on Linux
-            self._file = os.memfd_create("genlm-rows")
-            os.truncate(self._file, size)
+        try:
+            file = os.memfd_create("genlm-rows")
+        except (AttributeError, OSError):  # not on Linux, or a sandbox forbids it
+            return None
+        try:
+            os.truncate(file, size)
             mark = secrets.token_bytes(MARK_BYTES)
-            os.write(self._file, mark)
-            self._place = Place(f"/proc/{os.getpid()}/fd/{self._file}", size, mark)
-            self._memory = _mapped(self._place)
-        return self._place
+            os.write(file, mark)
+            place = Place(f"/proc/{os.getpid()}/fd/{file}", size, mark)
+            self._memory = _mapped(place)
+        except (OSError, RuntimeError):  # there is no memory, or no /proc
+            os.close(file)
+            return None
+        self._file, self._place = file, place
+        return place
 
     def read(self, rows: int, width: int) -> torch.Tensor:
         """A copy of what was put there, ``[rows, width]``."""
@@ -125,7 +133,9 @@ def _pin(memory: torch.Tensor) -> None:
     """Let a GPU copy there at the full speed of the bus. Where that fails, copies are slower."""
     pages = memory.untyped_storage()
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    cuda.cudaHostRegister(pages.data_ptr(), pages.nbytes(), 0)
+    if int(cuda.cudaHostRegister(pages.data_ptr(), pages.nbytes(), 0)):
+        with suppress(RuntimeError):  # CUDA reports the error at the next launch, which clears it
+            torch.zeros(1, device="cuda")
 
 
 def _unpin(memory: torch.Tensor | None) -> None:
