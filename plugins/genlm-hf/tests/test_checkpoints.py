@@ -18,7 +18,7 @@ from genlm.kit.checkpoints import (
     read_by_transformers,
     require_all_read,
 )
-from genlm.kit.loads import Reading
+from genlm.kit.loads import Load, Reading, watch_load
 from genlm.kit.settings import is_read
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -86,6 +86,28 @@ def test_tensor_in_memory_of_a_freed_one_counts_separately() -> None:
     weights = [("first", place), ("second", place.view(2, -1)), ("third", place[: 1 << 18])]
     assert [name for name, _ in reading.of(weights)] == ["first", "second", "third"]
     assert [*reading.unread(torch.nn.Module())] == ["third"]
+
+
+def test_parameter_without_memory_before_the_load_is_not_marked() -> None:
+    """SGLang makes the parameters of a GGUF file so."""
+
+    class Lazy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.later = torch.nn.UninitializedParameter(requires_grad=False)
+            self.never = torch.nn.UninitializedParameter(requires_grad=False)
+
+        def load_weights(self, weights: Weights) -> None:
+            for _, tensor in weights:
+                self.later.materialize(tensor.shape)
+                self.later.data.copy_(tensor)
+
+    loads: list[Load] = []
+    model = Lazy()
+    watch_load(model, lambda _, load: loads.append(load))
+    model.load_weights([("later", torch.ones(2, 3))])
+    assert loads == [Load({}, [])]
+    assert model.later.equal(torch.ones(2, 3))
 
 
 def test_large_tensor_freed_by_a_loader_stays_unread() -> None:

@@ -71,7 +71,7 @@ def require_all_read(
     """Reject a model of which an engine has left out weights that transformers reads.
 
     Args:
-        unread: What it has left out, see :meth:`Reading.unread`.
+        unread: What it has left out, see :meth:`genlm.kit.loads.Reading.unread`.
         model: What the user gave.
         folder: Where its files are, if that is known.
         settings: See :func:`genlm.kit.settings.settings_of`.

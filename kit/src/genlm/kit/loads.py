@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -147,7 +148,7 @@ class Reading:
         """The names and shapes of tensors that no operation has read, that are no weights of the
         loaded model themselves, and not all zeros."""
         for one in (*model.parameters(), *model.buffers()):
-            if not one.is_meta:
+            if not (one.is_meta or is_lazy(one)):  # SGLang's of a GGUF file have no memory yet
                 self._has_read(one)
         found = (*self._freed, *(self._unread[begin] for begin in self._begins))
         return {one.name: one.shape for one in found if not one.is_known_to_be_zeros}
@@ -236,8 +237,8 @@ class Writing:
     def unwritten(self, settings: Any, *, partly: bool) -> list[str]:
         """The names of parameters that the load has not written; to be called once, after it.
 
-        The marks of all other parameters are removed. A norm that only the engine's model has gets
-        its initial value back.
+        The marks of all other parameters are removed. With ``settings``, a norm that only the
+        engine's model has gets its initial value back.
 
         Args:
             settings: See :func:`genlm.kit.settings.settings_of`.
@@ -274,7 +275,7 @@ def _marks(
         The name of the parameter, the column, and its previous contents.
     """
     for name, parameter in model.named_parameters():
-        if needed is not None and name not in needed:
+        if is_lazy(parameter) or (needed is not None and name not in needed):
             continue
         plain = parameter.is_floating_point() and parameter.dtype.itemsize > 1
         if plain and parameter.numel() > 1 and not (parameter.is_meta or name.endswith(OPTIONAL)):

@@ -60,7 +60,8 @@ def _dropped(before: Weights, after: Weights, sanitize: Callable[[Weights], Weig
         lost = _without_influence(before, gone, sanitize)
     except Exception as error:  # a model may do anything
         log.info("weights.unknown", names=[*gone][:4], error=describe_error(error)[:200])
-        return []
+        # An output layer of its own is lost where the model ties it to the embeddings.
+        lost = {name: one for name, one in gone.items() if name.endswith("lm_head.weight")}
     return sorted(name for name, one in lost.items() if bool(mx.any(one != 0)))
 
 

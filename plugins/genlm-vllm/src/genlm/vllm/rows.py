@@ -113,7 +113,7 @@ class WorkerRows:
             return None
         (first, _), *_ = replies
         unread = {name: first[name] for name in first if all(name in one for one, _ in replies)}
-        return Load(unread, [name for _, unwritten in replies for name in unwritten])
+        return Load(unread, [*dict.fromkeys(name for _, some in replies for name in some)])
 
 
 Rows = LocalRows | WorkerRows

@@ -43,8 +43,16 @@ def watch() -> Callable[[], None]:
     if hasattr(make, LOAD):  # a forked process inherits its parent's
         return ending.close
 
+    making: list[Any] = []
+
     def make_watched(vllm_config: Any, *args: Any, **named: Any) -> Any:
-        model = make(vllm_config, *args, **named)
+        making.append(vllm_config)
+        try:
+            model = make(vllm_config, *args, **named)
+        finally:
+            making.pop()
+        if making:  # the model is a part of another one, whose load is watched as a whole
+            return model
         quantised = vllm_config.quant_config is not None
         needed = {*_plain_parameters(model)} if quantised else None
         ending.callback(watch_load(model, _note, needed=needed, partly=False))
@@ -59,8 +67,9 @@ def watch() -> Callable[[], None]:
 
 
 def _plain_parameters(model: torch.nn.Module) -> Iterator[str]:
-    """The names of a quantised model's parameters that are not quantised. Quantised parameters may
-    be padded, or made by vLLM itself, so that checkpoints lack a part of them."""
+    """The names of the weights and biases of a quantised model's layers that are not quantised.
+    Quantised parameters may be padded, or made by vLLM itself, so that checkpoints lack a part of
+    them."""
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
