@@ -14,7 +14,7 @@ from genlm.core import Answer, AsyncLM, EngineError, MockAsyncLM, Query, cache, 
 from genlm.core.copies import copies_of
 from genlm.core.errors import PluginError
 from genlm.core.mock import ByteTokenizer, hashed_row
-from genlm.core.runtime.lanes import Call, keep_own
+from genlm.core.runtime.calls import Call, keep_own
 from tools.launched import Launched
 
 from .conftest import gathered

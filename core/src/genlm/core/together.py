@@ -15,7 +15,7 @@ from genlm.core.copies import is_part
 from genlm.core.drawer import CPU_CHUNK_NUMBERS, on_cpu
 from genlm.core.errors import InvalidInputError
 from genlm.core.runtime.combiners import JointCombiner
-from genlm.core.runtime.lanes import let_go
+from genlm.core.runtime.frames import let_go
 
 if TYPE_CHECKING:
     import torch

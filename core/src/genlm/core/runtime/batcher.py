@@ -34,22 +34,10 @@ from genlm.core.errors import (
 )
 from genlm.core.logs import get_logger
 from genlm.core.runtime.askers import ASKING, Asker, running_loop
+from genlm.core.runtime.calls import Call, Callers, EachCall, Future, Task, combined, keep_own
 from genlm.core.runtime.combiners import Combiner, EachCombiner
-from genlm.core.runtime.lanes import (
-    ROWS,
-    Call,
-    Callers,
-    Counters,
-    EachCall,
-    Future,
-    Lane,
-    Lanes,
-    Pending,
-    Task,
-    combined,
-    keep_own,
-    let_go,
-)
+from genlm.core.runtime.frames import let_go
+from genlm.core.runtime.lanes import ROWS, Counters, Lane, Lanes, Pending
 from genlm.core.runtime.timeline import Timeline
 
 log = get_logger()

@@ -16,7 +16,8 @@ from genlm.core.checks import describe_error, safe_repr
 from genlm.core.errors import EngineDeadError, EngineError, GenlmError, PluginError
 from genlm.core.logs import get_logger
 from genlm.core.runtime.batcher import TryAlone
-from genlm.core.runtime.lanes import ROWS, Counters, Lane, let_go
+from genlm.core.runtime.frames import let_go
+from genlm.core.runtime.lanes import ROWS, Counters, Lane
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.results import Answers, evaluate_isolated
 from genlm.core.runtime.timeline import Timeline
