@@ -13,7 +13,7 @@ STEPS = (
     ("5  evaluate", "runtime/executor.py", "calls the engine's hooks"),
     ("6  leave the engine", "runtime/results.py", "checks, bytes, wrappers"),
     ("7  reduce", "together.py", "functions given as then="),
-    ("8  deliver", "runtime/batcher.py", "wakes each event loop once"),
+    ("8  deliver", "runtime/deliveries.py", "wakes each event loop once"),
 )
 WIDTH = 760
 BOX = 164

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import collections
 import concurrent.futures
 import contextlib
-import copy
 import ctypes
 import itertools
 import os
@@ -36,6 +34,7 @@ from genlm.core.logs import get_logger
 from genlm.core.runtime.askers import ASKING, Asker, running_loop
 from genlm.core.runtime.calls import Call, Callers, EachCall, Future, Task, combined, keep_own
 from genlm.core.runtime.combiners import Combiner, EachCombiner
+from genlm.core.runtime.deliveries import another, deliver
 from genlm.core.runtime.frames import let_go
 from genlm.core.runtime.lanes import ROWS, Counters, Lane, Lanes, Pending
 from genlm.core.runtime.timeline import Timeline
@@ -590,25 +589,14 @@ class Batcher:
     def _end_calls(
         self, calls: Iterable[Call[Any]], parts: Sequence[tuple[Call[Any], int]] = ()
     ) -> None:
-        """Give futures their results, or the errors in their place. Each is resolved in its own
-        event loop, and each loop is woken once. For ``parts``, see :func:`combined`."""
+        """Give callers their results, or the errors in their place. For ``parts``, see
+        :func:`~genlm.core.runtime.calls.combined`."""
         began = self._timeline.clock()
-        by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Future[Any], Any]]]
-        by_loop = collections.defaultdict(list)
         waiting = [call for call in calls if not call.future.done()]
         found = combined(waiting, parts)
         if len(found) > len(waiting):  # of parts: their other requests lose a caller
             self._departed = True
-        for call, result in found:
-            by_loop[call.loop].append((call.future, result))
-        for loop, results in by_loop.items():
-            if loop is None:
-                _resolve(results, self._timeline, began)
-            else:
-                try:  # noqa: SIM105, since suppress() costs three calls for each batch
-                    loop.call_soon_threadsafe(_resolve, results, self._timeline, began)
-                except RuntimeError:  # the loop has been closed
-                    pass
+        deliver(found, self._timeline, began)
 
     def _die(self, cause: BaseException) -> None:
         """Fail all requests, and reject new ones, because the executor cannot continue."""
@@ -651,32 +639,3 @@ def died(message: str, cause: BaseException) -> EngineDeadError:
     error = EngineDeadError(message)
     error.__cause__ = cause
     return error
-
-
-def _resolve(results: Sequence[tuple[Future[Any], Any]], timeline: Timeline, began: float) -> None:
-    for future, result in results:
-        try:
-            if isinstance(result, Exception):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
-        except (asyncio.InvalidStateError, concurrent.futures.InvalidStateError):
-            continue  # its caller has cancelled
-        except TypeError as refused:
-            # An asyncio future does not accept a StopIteration, and the futures after this one must
-            # not wait for ever.
-            refused.__cause__ = result
-            future.set_exception(refused)
-    timeline.add("delivery", began, answers=len(results))
-
-
-def another(error: Exception) -> Exception:
-    """A copy of an error for a further caller. If several tasks raised the same object, each would
-    show the frames of the others."""
-    try:
-        own = copy.copy(error)
-        same = str(own) == str(error)
-    except Exception:  # some classes of errors cannot be made from their ``args``, or have no text
-        return error
-    own.__cause__ = error.__cause__
-    return own if same else error
