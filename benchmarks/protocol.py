@@ -1,4 +1,4 @@
-"""What a workload says, and how: one JSON object a line on standard output. Standard library only,
+"""The protocol of a workload: one JSON object a line on standard output. Standard library only,
 for all environments.
 
 A workload is a module with one function per side, each of which takes a :class:`Bench`::

@@ -144,7 +144,7 @@ class GenlmLM(TemplateLM):
         return float((await self.lm.rolling_logprobs(ids, self.max_length, keep=keep)).sum())
 
     async def _until(self, text: str, options: dict[str, Any]) -> str:
-        """What the model writes after a text, up to a stop string or token."""
+        """The model's continuation of a text, up to a stop string or token."""
         until = options.get("until") or []
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         most = int(options.get("max_gen_toks") or 256)

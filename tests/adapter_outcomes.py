@@ -85,10 +85,11 @@ def _without(model: str) -> tuple[str, dict[str | None, list[torch.Tensor]]]:
 
 
 def outcome(lm: AsyncLM, case: Case, atol: float, forwards: Sequence[int] = ()) -> str:
-    """What a backend makes of a kind: ``"right"``, ``"apart"`` (right, in batches of its own) or
-    ``"rejected"``.
+    """The outcome of a kind of adapter on a backend: ``"right"``, ``"apart"`` (right, in batches of
+    its own) or ``"rejected"``.
 
-    It is mixed in one batch with the base model and another adapter, before, during and after.
+    The adapter is mixed in one batch with the base model and another adapter, before, during and
+    after.
 
     Args:
         lm: A model of the backend, without adapters and without a cache of rows.

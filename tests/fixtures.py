@@ -19,7 +19,7 @@ os.environ.setdefault("GENLM_VERIFY", "0")
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported need not be searched for garbage by every test."""
+    """Exclude imported objects from the garbage collections of every test."""
     gc.freeze()
 
 

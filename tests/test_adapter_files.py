@@ -294,7 +294,8 @@ def test_invalid_configuration_or_tensors_are_rejected(write, settings, message)
 
 
 def test_expressions_of_the_configuration_end(write, monkeypatch):
-    """What the file holds is in every layer: which modules they mean does not matter then."""
+    """The file has the matrices of every layer, so the modules that the expressions name do not
+    matter."""
     monkeypatch.setattr(names, "EXPRESSION_SECONDS", 0.1)
     started = time.process_time()
     endless = "(.|.)*(.|.)*(.|.)*(.|.)*[YZ]"

@@ -96,7 +96,7 @@ def modules_below(package: Path) -> dict[str, Path]:
 
 
 def imports_of(path: Path, modules: Mapping[str, Path]) -> set[str]:
-    """Which of the modules a file imports, anywhere in it: for type checkers alone too."""
+    """The modules that a file imports anywhere, also for type checkers alone."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Which requests become a batch, which share a place, and how answers come back."""
+"""How requests become batches, when they share a place, and how answers come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which scores are requested from an engine, tested without an engine."""
+"""The scores that are requested from an engine, tested without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests wait for one with a common prefix, tested without an engine."""
+"""Requests that wait for one with a common prefix, tested without an engine."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Wanted(TokenSequence):
 
 @functools.lru_cache(1024)
 def cells_of(key: bytes) -> list[int]:
-    """What lies at each position of a context: a number for the context up to there."""
+    """The content of each position of a context: a number for the context up to there."""
     version, *tokens = array("I", key)
     numbers = itertools.accumulate(tokens, lambda at, token: hash((at, token)), initial=~version)
     return list(numbers)[1:]
@@ -343,7 +343,7 @@ class PlannerMachine(RuleBasedStateMachine):
             self.pinned.clear()
 
     def _poison(self, one: Placement[Wanted]) -> None:
-        """What a forward wrote is no number, from the first position that was not known on."""
+        """Replace the positions that a forward wrote, from the first unknown one on, by NaN."""
         for segment, first, last in one.segments(one.start, one.sequence.length):
             own = self.table.own(segment)
             own[first - segment.start : last - segment.start] = [POISON] * (last - first)

@@ -1,4 +1,4 @@
-"""What the planner's decisions cost: tokens computed, positions moved, and memory.
+"""The costs of the planner's decisions: tokens computed, positions moved, and memory.
 
 The planner is deterministic, and its cost here is counted, not timed. A change that raises a figure
 needs a reason; one that lowers a figure writes it down here.

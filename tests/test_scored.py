@@ -1,4 +1,4 @@
-"""Which rows scores are read from: each is read once, from the row of the tokens before it."""
+"""Each score is read once, from the row of the tokens before it."""
 
 from __future__ import annotations
 

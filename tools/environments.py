@@ -71,8 +71,8 @@ def prepare(session: nox.Session) -> None:
 
 @functools.cache
 def pip_configuration() -> dict[str, str]:
-    """Where pip finds packages on this machine, as variables of uv, which reads no settings of
-    pip."""
+    """The sources of pip's packages on this machine, as variables for uv, which does not read pip's
+    settings."""
     pip = shutil.which("pip") or shutil.which("pip3")
     if pip is None:
         return {}
@@ -161,7 +161,8 @@ def environment_of(session: nox.Session, name: str, recipe: str = "environment.t
 
 
 def whole(*folders: Path) -> list[str]:
-    """What installs distributions of this repository with all their optional dependencies."""
+    """The arguments that install distributions of this repository with all their optional
+    dependencies."""
     paths = [folder.relative_to(ROOT).as_posix() for folder in folders]
     editable = [f"--editable={path}" for path in paths]
     extras = [f"--requirement={path}/pyproject.toml" for path in paths]

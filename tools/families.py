@@ -1,9 +1,9 @@
-"""What became of a small model of every family on every backend, and the table of it.
+"""The outcome of a small model of every family on every backend, and the table of outcomes.
 
 The sweeps (``nox -s "costly(hf)"`` and the others) note each family in ``build/families.jsonl``.
 ``python -m tools.families`` takes these notes into ``benchmarks/families.jsonl``, and
-``tools.blocks`` makes the table of the page from that. The sweeps fail where a family has become
-another than the file says.
+``tools.blocks`` makes the table of the page from that. The sweeps fail if the outcome of a
+family is not that of the file.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def dtypes(figures: Figures) -> str:
 
 
 def compiled(figures: Figures) -> str:
-    """What ``torch.compile`` costs and brings to hf."""
+    """The cost and the gain of ``torch.compile`` for hf."""
     n, name = 32, "float32, compiled"
     plain = figures.of("dtype", "a step, float32", n)
     step = figures.of("dtype", f"a step, {name}", n)
@@ -94,7 +94,7 @@ def compiled(figures: Figures) -> str:
 
 
 def islands(figures: Figures) -> str:
-    """What share of the ideal rate n islands of 8 and of 64 particles reach, with 20 ms a batch."""
+    """The share of the ideal rate that n islands of 8 and 64 particles reach: 20 ms a batch."""
     rows = []
     for n in (1, 2, 4, 8):
         shares = []

@@ -28,7 +28,7 @@ FOLDER = "smollm2-135m-instruct"
 
 
 def default_folder() -> Path:
-    """Where the folder lies: in ``$XDG_CACHE_HOME/genlm`` or ``~/.cache/genlm``."""
+    """The place of the folder: in ``$XDG_CACHE_HOME/genlm`` or ``~/.cache/genlm``."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "genlm" / FOLDER
 

@@ -189,7 +189,7 @@ class Soak:
         user.leave()
 
     def program(self, user: User, name: str) -> Usual:
-        """What a user does."""
+        """The program of one user."""
         lm = user.lm
         contexts = Contexts(lm.tokenizer, len(lm.byte_vocab), lm.max_context)
         return Usual(
@@ -242,7 +242,7 @@ def show_and_end() -> None:
 
 
 def usage() -> Usage:
-    """What the process holds, without garbage, and without free memory that is kept."""
+    """The resources that the process holds, without garbage and without free memory it keeps."""
     now = alive()  # this collects garbage
     futures = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Future | Future)]
     if GLIBC is not None:

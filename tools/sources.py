@@ -1,4 +1,4 @@
-"""What the sources define: modules, classes and functions with their docstrings, read by griffe."""
+"""The modules, classes and functions of the sources, with their docstrings, read by griffe."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the core owes its callers, whatever the engine: clauses that only a faulty core can break.
+"""Clauses that only a faulty core can break, whatever the engine.
 
-They are written with the means of the conformance suite, and run over an engine that computes
+They use the helpers of the conformance suite, and run over an engine that computes
 batches, and over a continuous one.
 """
 

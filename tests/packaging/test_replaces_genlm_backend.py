@@ -64,7 +64,7 @@ class Environment:
         self.pip("install", "--quiet", "--no-index", "--no-deps", *options, wheel)
 
     def says(self) -> str:
-        """Which version `import genlm.backend.llm` is of, or the error that it raises."""
+        """The version that `import genlm.backend.llm` finds, or the error that it raises."""
         program = (
             "import genlm.backend.llm as llm; print('0.3.1' if hasattr(llm, 'former') else '0.4.0')"
         )

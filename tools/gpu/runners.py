@@ -124,8 +124,8 @@ class Steps:
         return {"ms": 1e3 * statistics.median(times[WARM_STEPS:])}
 
     def waits(self, n: int) -> Counter[str]:
-        """Where Python waits for the device in a step, by file and line: with rows alone, and with
-        rows and samples."""
+        """The lines at which Python waits for the device in a step: with rows alone, and with rows
+        and samples."""
         from genlm.core.types import SampleRequest, SamplingParams
         from tools.gpu.timing import waits_of
 

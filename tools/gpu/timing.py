@@ -68,7 +68,7 @@ def work_of(call: Callable[[], object], device: str) -> dict[str, float]:
 
 
 def waits_of(call: Callable[[], object], device: str) -> Counter[str]:
-    """Where Python waits for a GPU during a call, by file and line; empty on other devices."""
+    """The lines at which Python waits for a GPU during a call; empty on other devices."""
     if not on_cuda(device):
         call()
         return Counter()

@@ -1,4 +1,4 @@
-"""What 0.3.1 warns of and checks, here too."""
+"""The warnings and checks of 0.3.1 are kept."""
 
 from __future__ import annotations
 

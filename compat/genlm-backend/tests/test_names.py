@@ -160,7 +160,7 @@ def test_an_old_version_installed_over_this_one_is_noticed(tmp_path: Path) -> No
 
 
 def what_importing_says(folder: Path) -> str:
-    """What importing genlm.backend from a folder writes to standard error."""
+    """The text that importing genlm.backend from a folder writes to standard error."""
     program = f"import sys; sys.path.insert(0, {str(folder)!r}); import genlm.backend.cache"
     done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     return done.stderr

@@ -1,4 +1,4 @@
-"""Which of a checkpoint's files and tensors transformers reads, and which an engine's loader."""
+"""The files and tensors of a checkpoint that transformers and an engine's loader read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when the device's memory runs out."""
+"""The device's memory runs out."""
 
 from __future__ import annotations
 

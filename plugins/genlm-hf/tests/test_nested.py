@@ -152,7 +152,7 @@ def test_context_with_a_nan_row_inside_is_broken() -> None:
 
 
 def test_lack_of_memory_inside_a_text_keeps_rows_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has been answered is not computed again, and the rest in smaller parts."""
+    """Answered positions are not computed again, and the others are computed in smaller parts."""
     model = proven(LlamaConfig(**SHAPE), max_batch_tokens=16)
     (text,) = draw(1, 40)
     packed, calls = model.engine._runner.packed, []

@@ -1,5 +1,5 @@
-"""What every backend must do, on a tiny model with adapters; what concerns state, on models with
-windows and with recurrent layers; the rows of a small real model."""
+"""The conformance suite on a tiny model with adapters; its clauses on state on models with windows
+and with recurrent layers; the rows of a small real model."""
 
 from __future__ import annotations
 

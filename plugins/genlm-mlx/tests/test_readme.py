@@ -1,4 +1,4 @@
-"""What this plugin's README shows runs on MLX."""
+"""The programs of this plugin's README run on MLX."""
 
 from __future__ import annotations
 

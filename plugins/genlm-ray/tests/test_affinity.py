@@ -1,4 +1,4 @@
-"""Where contexts are placed."""
+"""The placement of contexts on replicas."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ ON_MOCK = ["--backend", "mock", "--particles", "24", "--max-tokens", "12"]
 
 
 def printed(*command: str) -> list[str]:
-    """What a program prints before the figures of the machine, and Ray does not."""
+    """The output of a program before the figures of the machine, without Ray's own lines."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
     ended = subprocess.run(
         [sys.executable, *command, *ON_MOCK], capture_output=True, text=True, env=environment

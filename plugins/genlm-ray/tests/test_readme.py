@@ -1,4 +1,4 @@
-"""What this plugin's README shows runs on replicas of hf."""
+"""The programs of this plugin's README run on replicas of hf."""
 
 from __future__ import annotations
 

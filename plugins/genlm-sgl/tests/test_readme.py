@@ -1,4 +1,4 @@
-"""What this plugin's README shows runs on SGLang."""
+"""The programs of this plugin's README run on SGLang."""
 
 from __future__ import annotations
 

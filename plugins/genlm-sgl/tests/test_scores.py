@@ -87,7 +87,7 @@ def test_dropped_score_holds_up_no_other(hooks, contexts):
 
 
 def test_logits_with_a_cap(load_tiny, contexts, tmp_path):
-    """Which the plugin applies on a CPU."""
+    """The plugin applies the cap on a CPU."""
     config = Gemma2Config(
         vocab_size=write_tokenizer(tmp_path, "<end>"),
         hidden_size=64,

@@ -1,5 +1,5 @@
-"""What models do with the weights that SGLang's loaders give them, whichever loader that is. The
-proof by rows has no part in it: it would not run of large folders."""
+"""The use that models make of the weights that SGLang's loaders give them. Rows are not compared
+here, because they are not compared for large folders either."""
 
 from __future__ import annotations
 

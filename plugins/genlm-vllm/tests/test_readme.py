@@ -1,4 +1,4 @@
-"""What this plugin's README shows runs on vLLM."""
+"""The programs of this plugin's README run on vLLM."""
 
 from __future__ import annotations
 

@@ -208,8 +208,8 @@ class RowsInABuffer(Chain):
 
 @breaks("large_batch")
 class EvictedWithinABatch(Chain):
-    """What is evicted within a batch, which has more contexts than there is room for, comes out
-    with the state of a later one."""
+    """A context gets the state of a later one if it is evicted within its batch, which has more
+    contexts than there is room for."""
 
     @hookimpl
     def genlm_next_token_logprobs(self, queries):

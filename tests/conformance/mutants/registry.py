@@ -54,7 +54,7 @@ class Registry(dict[str, Mutant]):
             self.breaks(clause, max_context=max_context)(faulty)
 
 
-#: Those of the conformance suite.
+#: The mutants of the conformance suite.
 MUTANTS = Registry()
 breaks = MUTANTS.breaks
 

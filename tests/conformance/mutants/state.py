@@ -11,7 +11,7 @@ from genlm.core.mock import MockEngine
 from .registry import MUTANTS, Forgetting, breaks
 from .rows import BLOCK, of
 
-#: What is longer is out of reach of the clauses on everything at once, whose contexts are short.
+#: Clauses that test everything at once have no context longer than this.
 LONG = 2 * BLOCK
 
 

@@ -12,8 +12,8 @@ from attrs import frozen
 
 from genlm.core.errors import InvalidOptionError
 
-#: What an engine may be excused from, by the attribute ``excused`` of a suite. Rows and state are
-#: not among them: an engine whose numbers are wrong serves nobody.
+#: The capabilities from which an engine may be excused, by the attribute ``excused`` of a suite.
+#: Rows and state are not among them: an engine whose numbers are wrong serves nobody.
 CAPABILITIES = {
     "adapters in flight": "adapters that are rebound and removed while requests are in flight",
     "cancelling": "requests that are dropped while they are in flight",

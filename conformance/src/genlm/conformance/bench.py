@@ -30,7 +30,7 @@ BENCH_SECONDS = 60.0
 #: How many tokens a particle draws before a new one begins.
 PARTICLE_TOKENS = 32
 
-#: What the mock is for is not speed: it is measured only by name.
+#: Backends that are measured only if they are named: the mock is not made for speed.
 UNMEASURED_BACKENDS = ("mock",)
 
 

@@ -108,7 +108,8 @@ def _ending(suite: ConformanceSuite) -> Iterator[None]:
 
 
 def _writer(path: Path | None) -> Callable[[Report], None]:
-    """What writes the report to a file; whether it can is known before the suite runs."""
+    """A function that writes the report to a file. A file that cannot be written fails before the
+    suite runs."""
     if path is None:
         return lambda report: None
     formats: dict[str, Callable[[Report], str]] = {

@@ -15,10 +15,10 @@ import genlm.core
 if TYPE_CHECKING:
     import torch
 
-#: Where the suite's code is, and the core's.
+#: The folders of the suite's code and of the core's.
 OURS = (os.path.dirname(__file__), os.path.dirname(genlm.core.__file__))
 
-#: Where the modules of the standard library are.
+#: The folder of the standard library.
 STANDARD = os.path.dirname(os.__file__)
 
 #: How far a probability may be from its cold one, by the type the model computes in. Measured
@@ -51,10 +51,10 @@ def check(holds: bool, otherwise: str) -> None:
 
 
 def answered(outcome: Any, what: str, more: str = "") -> Any:
-    """What was answered.
+    """The answer, unless the outcome is an exception.
 
     Raises:
-        Violation: with the messages ``what`` and ``more``; it is an exception.
+        Violation: The outcome is an exception. The messages are ``what`` and ``more``.
     """
     if isinstance(outcome, BaseException):
         told = f"{type(outcome).__name__}: {outcome}{origin(outcome)}"
@@ -63,8 +63,8 @@ def answered(outcome: Any, what: str, more: str = "") -> Any:
 
 
 def origin(error: BaseException) -> str:
-    """Where in the engine's own code an exception was raised, as the end of a message; empty where
-    it was not."""
+    """The place in the engine's own code where an exception was raised, as the end of a message;
+    empty if it was raised elsewhere."""
     # The core's exception, which names the request, comes from the engine's.
     while error.__cause__ is not None:
         error = error.__cause__
@@ -73,8 +73,8 @@ def origin(error: BaseException) -> str:
 
 
 def standing() -> str:
-    """Where in the engine's own code threads are now, as the end of a message; empty where none
-    is."""
+    """The places in the engine's own code where threads are now, as the end of a message; empty if
+    no thread is there."""
     stacks = [reversed([*traceback.walk_stack(frame)]) for frame in sys._current_frames().values()]
     places = sorted({*filter(None, map(_engines_own, stacks))})
     return f" (in the engine's own code now, in {'; in '.join(places[:3])})" if places else ""
@@ -104,7 +104,7 @@ def brief(token_ids: Sequence[int]) -> str:
 
 
 def with_adapter(adapter: str | None) -> str:
-    """What a message says of the adapter of a request."""
+    """The part of a message on the adapter of a request."""
     return "" if adapter is None else f" with adapter {adapter!r}"
 
 
@@ -123,8 +123,8 @@ def deviation(row: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def difference(row: torch.Tensor, expected: torch.Tensor, atol: float) -> str | None:
-    """What tells two rows of log-probabilities apart beyond the tolerance; ``None`` if nothing
-    does.
+    """The difference of two rows of log-probabilities beyond the tolerance; ``None`` if there is
+    none.
 
     Probabilities may differ by ``atol``, the log-probabilities of the ``TOP_TOKENS`` most likely by
     ``TOP_FACTOR * atol``, those of all that are not rarer than ``TAIL`` by ``TAIL_FACTOR * atol``.

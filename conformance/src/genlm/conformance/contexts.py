@@ -82,7 +82,7 @@ class Contexts:
         self.tokens = list(dict.fromkeys(text[8:]))[:6] or [
             vocab_size * i // 7 for i in range(1, 7)
         ]
-        #: What long contexts begin with.
+        #: The beginning of long contexts.
         self.stem = tuple(
             text or (vocab_size * (7 + 13 * i) // 601 % vocab_size for i in range(max(STEM_TOKENS)))
         )

@@ -51,8 +51,8 @@ class Driver:
         self.hangs = 0
         #: When the run as a whole must have ended, by ``time.monotonic``.
         self.until = math.inf
-        #: What was pinned, cleared, bound, removed and dropped in this clause, the last at the end,
-        #: each with how many times in a row.
+        #: The events of this clause, in order, each with how many times in a row: prompts and
+        #: adapters that were pinned, cleared, bound, removed or dropped.
         self.story: deque[tuple[str, int]] = deque(maxlen=TOLD_EVENTS)
         #: Whether something was under way then.
         self.was_late = False
@@ -67,7 +67,7 @@ class Driver:
         self.story.append((what, times + 1))
 
     def told(self) -> str:
-        """What happened in this clause, as the end of a message; empty where nothing did."""
+        """The events of this clause, as the end of a message; empty if there were none."""
         if not self.story:
             return ""
         done = "; ".join(what + (f" ({n} times)" if n > 1 else "") for what, n in self.story)
@@ -246,7 +246,7 @@ class CallThread:
                 self._idle.append(self)
                 future.set_result(result)
             del one, call, future
-            result = None  # What was answered must not live until the next call.
+            result = None  # The answer must not live until the next call.
 
 
 class LoopThread:

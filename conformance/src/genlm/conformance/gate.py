@@ -55,9 +55,9 @@ class EngineGate:
         self._traced: Any = None
         #: Violations of the contract that the core has found in the engine's results.
         self.violations: list[PluginError] = []
-        #: What else the engine did against it, as far as it is seen here, in words.
+        #: Other breaches of the contract that are visible here, in words.
         self.misdeeds: list[str] = []
-        #: Those of both that a clause has told.
+        #: The violations and breaches that a clause has reported.
         self.told: set[str] = set()
         self._returned: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self.reset()

@@ -17,7 +17,7 @@ CHUNK_TOKENS = (8, 16, 32, 64)
 
 
 class IdentityClauses:
-    """What tells two contexts apart: all of their tokens, in order, and the adapter."""
+    """Clauses on the identity of a context: all of its tokens, in order, and the adapter."""
 
     @advise(
         "a dropped request is looked up by its tokens; compare whole requests, which include "

@@ -91,7 +91,7 @@ def _tensors() -> list[torch.Tensor]:
 
 
 def _holding(tensors: Iterable[torch.Tensor]) -> Alive:
-    """What the process holds, of which these are the tensors."""
+    """The memory, threads and files that the process holds, given its tensors."""
     storages = {}
     for tensor in tensors:
         try:
@@ -109,7 +109,7 @@ def _holding(tensors: Iterable[torch.Tensor]) -> Alive:
 
 
 class Census:
-    """What the process holds now, to compare with what it holds later.
+    """The tensors, threads and files that the process holds now, to compare with later.
 
     A process with an engine has a million objects, so they are looked through once. A later look is
     at newer objects and at the tensors of before, and at all objects only if there is too much.

@@ -44,13 +44,13 @@ class Model:
         #: The paths of the given adapters, and of those that are bound now, by name.
         self.adapters = {name: os.fspath(path) for name, path in suite.adapters.items()}
         self.bound: dict[str, str] = {}
-        #: What a message says of the contexts that were asked together last.
+        #: The part of a message on the contexts that were asked together last.
         self.together = ""
-        #: Whether it has been in the state that :meth:`reset` brings, in this clause.
+        #: Whether the model has been reset in this clause.
         self.is_clean = False
         #: The last commands to the engine's key/value state, where genlm-kit plans it here.
         self.commands = history.keep()
-        #: What the process had when this was made.
+        #: The settings of the process when this object was made.
         self._settings = Settings.now()
         self._driver = driver
         self._lm: AsyncLM | None = None
@@ -93,15 +93,15 @@ class Model:
         return lm
 
     def loaded(self, load: Callable[[], AsyncLM]) -> AsyncLM:
-        """What ``load`` returns, which may take ten times the patience. Its blocking calls end in a
-        violation where they hang."""
+        """The model that ``load`` returns, within ten times the patience. If a blocking call of the
+        model hangs, it ends in a violation."""
         lm = self._driver.wait(
             self._driver.thread(load), "loading the model", times=LOADING_PATIENCES
         )
         return cast(AsyncLM, Awaited(lm, self._driver))
 
     def told(self) -> str:
-        """What happened to it before a failure, as the end of a message."""
+        """The events before a failure, as the end of a message."""
         return self._driver.told()
 
     @property

@@ -1,4 +1,4 @@
-"""What results should be: the entries of the engine's own rows, computed cold."""
+"""The expected results: the entries of the engine's own rows, computed cold."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ REMEMBERED_ROWS = 40
 
 
 class Oracle:
-    """What rows, scores and greedy draws are compared with, and how precisely.
+    """The cold rows with which rows, scores and greedy samples are compared, and the tolerance.
 
     Args:
-        model: Whose cold rows are right.
+        model: The model whose cold rows are taken as right.
         atol: The tolerance of probabilities.
     """
 
@@ -138,7 +138,7 @@ class Oracle:
             )
 
     def _before(self) -> str:
-        """What happened before a failure, as the end of a message."""
+        """The events before a failure, as the end of a message."""
         last = "\n    ".join(self._model.commands)
         planned = "\n  the last commands of genlm.kit.kv's planners in this process:\n    "
         return self._model.told() + (f"{planned}{last}" if last else "")

@@ -108,9 +108,9 @@ class Program:
     share: float = 1.0
     may_lack_room: bool = False
     seeds: bool = False
-    #: What was done, and how much was compared.
+    #: The number of operations and of comparisons, by kind.
     counts: Counter[str] = field(factory=Counter, init=False)
-    #: What is in flight, in the order asked.
+    #: The requests in flight, in the order asked.
     in_flight: dict[Request, None] = field(factory=dict, init=False)
     #: The adapters that are bound now, by name.
     bound: dict[str, Adapter] = field(factory=dict, init=False)

@@ -87,5 +87,5 @@ def violation_in(error: BaseException) -> Violation | None:
 
 
 def compact(note: str) -> str:
-    """What Hypothesis notes of an example, with token ids side by side instead of one a line."""
+    """Hypothesis' note of an example, with token ids side by side instead of one a line."""
     return re.sub(r"(?<=\d,)\s*\n\s*(?=-?\d)", " ", note)

@@ -107,13 +107,13 @@ class Report:
         )
 
     def _longest(self) -> str:
-        """What was not looked at for its length."""
+        """The length up to which contexts were tested, as the end of a line."""
         looked = self.setting.get("longest context")
         return f"; looked at contexts of up to {looked} tokens" if looked else ""
 
     def advice(self) -> str:
-        """What to read first, and what was skipped and how to have it run; empty if there is
-        nothing to say."""
+        """The failure to read first, and the skipped clauses with what they need; empty if there is
+        neither."""
         lines = []
         if self.first is not None:
             others = len(self.failed) - 1
@@ -255,7 +255,7 @@ def _verdict(suite: OneModel, name: str, subject: Subject) -> Verdict:
 
 
 def counterexample(error: BaseException) -> str:
-    """What an exception says, with the example that Hypothesis has noted on it."""
+    """The message of an exception, with the example that Hypothesis has noted on it."""
     lines = traceback.format_exception_only(error)
     if isinstance(error, BaseExceptionGroup):
         lines += [f"{counterexample(cause)}\n" for cause in error.exceptions]

@@ -26,7 +26,7 @@ TWO_BYTES = "".join(map(chr, range(0x80, 0x800)))
 
 
 class RowClauses:
-    """What a row is, and what its tokens are."""
+    """Clauses on the form of a row and on its tokens."""
 
     @advise("token_bytes() of the tokenizer, or the decoding of byte tokens such as <0x0A>")
     def test_bytes_of_text(self, live: Subject) -> None:

@@ -363,8 +363,8 @@ class SamplingClauses:
 def _left(
     row: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None, atol: float
 ) -> tuple[torch.Tensor, set[int]]:
-    """What temperature, then ``top_k``, then ``top_p`` leave of a row: the masses, and the tokens
-    of which rounding decides whether they are left."""
+    """The masses that temperature, then ``top_k``, then ``top_p`` leave of a row; and the tokens
+    whose place inside or outside the cut depends on rounding."""
     import torch
 
     mass = (row.double().cpu() / temperature).softmax(0)

@@ -138,8 +138,8 @@ class ScheduledDraw:
         pairs = zip(drawn, self.expected, strict=False)
         shorter = min(len(drawn), len(self.expected))
         place = next((i for i, (one, other) in enumerate(pairs) if one != other), shorter)
-        # Where the draw differs from the one alone, it drew this token, or a stop token, which is
-        # not part of the answer.
+        # At the first difference from the sample alone, this token was drawn, or else a stop token,
+        # which is not part of the answer.
         parted = (drawn[place],) if place < len(drawn) else self.stops
         right_length = len(drawn) <= self.most and (place < shorter or self.stops)
         before = self.prompt + drawn[:place]

@@ -22,7 +22,7 @@ PYTEST_PREFIX = "PYTEST_"
 
 @frozen
 class Settings:
-    """What libraries read, and what only the program may set."""
+    """Settings of the process that libraries read and that only the program may change."""
 
     default_dtype: str
     default_device: str
@@ -79,8 +79,8 @@ def in_a_new_thread(call: Callable[[], T]) -> T:
 
 
 def set_generators(call: Callable[[], object]) -> list[str]:
-    """Which of the program's generators of random numbers a call sets: after it their state is the
-    same, whatever it was before. A call may take numbers from them."""
+    """The program's generators of random numbers that a call seeds: those whose state after it is
+    the same, whatever it was before. A call may take numbers from them."""
     states = []
     with _kept_generators():
         for seed in (1234567, 7654321):

@@ -1,4 +1,4 @@
-"""Which LoRA adapters are bound to which names."""
+"""LoRA adapters and the names to which they are bound."""
 
 from __future__ import annotations
 

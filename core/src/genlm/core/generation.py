@@ -490,7 +490,7 @@ class GenerationMixin(RowsMixin):
         return [next(computed)[0] if own is None else own for own in native]
 
     async def _native_scores(self, asked: Continuations) -> list[torch.Tensor | None]:
-        """What the engine scores itself; ``None`` for what it does not."""
+        """The scores that the engine makes itself; ``None`` in the places of the others."""
         if not asked or "scores" not in self._engine.native:
             return [None] * len(asked)
         return await self._batcher.submit([ScoreRequest(*pair) for pair in asked], list)

@@ -133,8 +133,8 @@ class CoreOptions:
 
     @property
     def violated(self) -> Callable[[PluginError], None] | None:
-        """What is called for results that break the contract, if the user or the environment wants
-        them checked."""
+        """The function that gets violations of the contract, if the user or the environment wants
+        results checked; otherwise ``None``."""
         if callable(self.check):
             return self.check
         environment = os.environ.get("GENLM_CHECK", "")

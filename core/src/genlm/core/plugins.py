@@ -67,7 +67,7 @@ class Backend:
         return f"backend {self.name!r} ({self.distribution})"
 
     def info(self) -> BackendInfo:
-        """What the backend says about itself. Imports no engine."""
+        """The description that the backend gives of itself. Imports no engine."""
         hooks = self._hooks("genlm_backend_info")
         try:
             info = hooks.call("genlm_backend_info")

@@ -161,7 +161,7 @@ class Then(JointCombiner[R]):
         self.function, self.together, self.given = function, function.results_of, given
 
 
-#: What is applied to the rows of several contexts: one function with its arguments for all of them,
+#: The functions for the rows of several contexts: one function with its arguments for all contexts,
 #: or one for each.
 Thens = Then[R] | Iterable[Then[R]]
 

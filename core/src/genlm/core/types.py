@@ -196,7 +196,7 @@ def why_unavailable(info: BackendInfo) -> str | None:
 
 @frozen
 class BackendInfo:
-    """What a backend says about itself without importing its engine.
+    """A backend's description of itself, given without importing its engine.
 
     Attributes:
         summary: One line for ``genlm backends``.
@@ -229,7 +229,7 @@ class BackendInfo:
 
 @frozen
 class Stats:
-    """What the model has done since it was loaded, as counters that never go down.
+    """Counters of a model's work since it was loaded. They never go down.
 
     Attributes:
         requests: Requests by any method: rows, draws and scores.
@@ -333,7 +333,7 @@ class Tokenizer(Protocol):
 
 
 class Engine(Protocol):
-    """What ``genlm_load`` returns: a plain object with these attributes and any of the engine
+    """The result of ``genlm_load``: a plain object with these attributes and any of the engine
     hooks.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What the backend is, and how it loads. Imports no engine."""
+"""The description of the backend, and its loader. Imports no engine."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def _of_language(name: str) -> str:
 
 
 def _wanted(empty: torch.nn.Module, shapes: Shapes) -> list[str]:
-    """Which of a checkpoint's names transformers' model takes; it renames many as it loads them."""
+    """The names of a checkpoint that transformers' model takes; it renames many at a load."""
     known = empty.state_dict().keys()
     direct = [name for name in shapes if name in known]
     if direct or not shapes:

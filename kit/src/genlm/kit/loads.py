@@ -32,10 +32,11 @@ OPTIONAL = ("scale", "scale_inv", "zero_point")
 
 @frozen
 class Load:
-    """What a model has done with a checkpoint.
+    """The outcome of loading a checkpoint.
 
     Attributes:
-        unread: The shapes of tensors that it has left out, by name: see :meth:`Reading.unread`.
+        unread: The shapes of tensors that the model has left out, by name: see
+            :meth:`Reading.unread`.
         unwritten: The names of its parameters that it has not loaded: see
             :meth:`Writing.unwritten`.
     """

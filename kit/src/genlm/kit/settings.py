@@ -1,4 +1,4 @@
-"""What a model's configuration says about its attention, as transformers reads it.
+"""The settings of a model's attention, as transformers reads them from its configuration.
 
 An engine that reads a configuration differently computes other rows. A plugin compares these
 settings with the model that its engine has loaded.

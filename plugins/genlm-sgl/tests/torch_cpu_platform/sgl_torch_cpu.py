@@ -15,7 +15,7 @@ from typing import Any
 
 
 def activate() -> str:
-    """What the entry point names: where SGLang finds the platform's class."""
+    """The function that the entry point names: it tells SGLang the platform's class."""
     return "sgl_torch_cpu.TorchCpuPlatform"
 
 

@@ -1,4 +1,4 @@
-"""What genlm-backend 0.3 had and genlm-core has not: each name says what to use instead."""
+"""Names of genlm-backend 0.3 that genlm-core lacks, each with its replacement."""
 
 from __future__ import annotations
 

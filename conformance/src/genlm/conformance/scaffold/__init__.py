@@ -14,7 +14,7 @@ from genlm.core.plugins import KNOWN, backend_names
 #: Names for which a distribution genlm-NAME exists, besides the known plugins.
 TAKEN = ("backend", "bytes", "conformance", "control", "core", "kit")
 
-#: Where each template goes.
+#: The place of each template in the new package.
 FILES = {
     "pyproject.toml": "pyproject.toml",
     "README.md": "README.md",

@@ -1,4 +1,4 @@
-"""What a stranger's files may do: tests that a plugin inherits."""
+"""Tests of files from unknown authors, for plugins to inherit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is installed: ``genlm backends``, with what can run here and why not, and ``genlm
---version``."""
+"""The list of installed backends: ``genlm backends``, which also says why one cannot run here, and
+``genlm --version``."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _lines_of(command: list[str]) -> list[str]:
 
 
 def choice() -> str:
-    """Which backend would be chosen, and why."""
+    """The backend that would be chosen, with the reason."""
     try:
         chosen = choose_backend()
     except BackendNotFoundError as error:

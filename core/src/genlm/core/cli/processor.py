@@ -1,5 +1,5 @@
-"""What is faster on this processor, timed with PyTorch within a second: one thread or two, float32
-or bfloat16."""
+"""Timings of this processor with PyTorch, within a second: one thread or two, float32 or
+bfloat16."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs behind AsyncLM. Private: nothing here is imported from outside the core."""
+"""The machinery behind AsyncLM. Private: nothing here is imported from outside the core."""

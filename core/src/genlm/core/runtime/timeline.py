@@ -1,5 +1,4 @@
-"""Where the time goes: the seconds of every stage, and every single span while a trace is
-recorded."""
+"""The seconds that each stage takes, and every single span while a trace is recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the decoder of a ``tokenizers`` tokenizer makes of each single piece, in bytes.
+"""The bytes that the decoder of a ``tokenizers`` tokenizer makes of each single piece.
 
 A decoder is a chain of steps over the list of a text's pieces. The steps below do what those of the
 ``tokenizers`` library do, for one piece in the middle of a text, and before bytes are read as UTF-8

@@ -139,7 +139,7 @@ class Nodes:
         return len(self.begin)
 
     def children(self, node: int) -> slice:
-        """Which nodes are the children of a node."""
+        """The children of a node, which are consecutive nodes."""
         return slice(*self.first_child[node : node + 2].tolist())
 
     def child(self, node: int, code: int) -> int | None:
@@ -208,7 +208,7 @@ def shared_prefixes(items: SortedItems) -> Ints:
 
 
 def _starts(lengths: Ints) -> Ints:
-    """Where each of several consecutive runs begins."""
+    """The beginning of each of several consecutive runs."""
     return np.cumsum(lengths) - lengths
 
 

@@ -1,4 +1,4 @@
-"""What an adapter may have beyond plain LoRA."""
+"""The features that an adapter may have beyond plain LoRA."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONVERT = (
 
 
 class Feature(Enum):
-    """What an adapter may have beyond two matrices per module, and the scale ``lora_alpha / r``.
+    """A feature of an adapter beyond two matrices per module and the scale ``lora_alpha / r``.
 
     The value of a feature describes it, and says what to do if an engine does not apply it.
     """

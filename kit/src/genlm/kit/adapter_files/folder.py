@@ -24,7 +24,7 @@ PREFIX = "base_model.model."
 
 @frozen
 class LoraModule:
-    """What an adapter adds to one module.
+    """The LoRA matrices that an adapter adds to one module.
 
     Attributes:
         rank: The rank of its matrices A and B; for parameters, that of all experts together.
@@ -45,16 +45,16 @@ class LoraModule:
 
 @frozen
 class AdapterFolder:
-    """What an adapter folder holds.
+    """The contents of an adapter folder.
 
     Attributes:
         path: The folder.
         config: ``adapter_config.json``.
-        settings: What the configuration says about the modules.
+        settings: The settings for each module.
         tensors: Every tensor of the file, by name.
         modules: The LoRA matrices of each adapted module, by the module's name in the model.
-        features: What the adapter has beyond plain LoRA, each with the value of the configuration
-            that says so.
+        features: The features of the adapter beyond plain LoRA, each with the value of the
+            configuration that asks for it.
         saved_copies: The tensors that PEFT saves as they are in the base model, by the parameter's
             name in the model.
         retrained: The names of ``modules_to_save`` whose tensors the file has.
@@ -158,7 +158,7 @@ def find_adapter(path: str) -> Path:
 
 
 def _alike(name: str, shapes: Collection[str]) -> str:
-    """What the model has in place of a module that it lacks."""
+    """The modules that the model has in place of one that it lacks, as a part of a message."""
     last = name.rpartition(".")[2]
     alike = [each for each in shapes if last in ends(each)]
     return f"the last of its {len(alike)} {last} is {alike[-1]}" if alike else f"and no {last}"

@@ -47,7 +47,7 @@ class NamePattern:
             names.setdefault(match["name"].replace("\\.", "."), (at, value))
 
     def of(self, module: str, default: Any) -> Any:
-        """What the pattern says of a module."""
+        """The value that the pattern gives a module; ``default`` if it names none."""
         found = [self._ends[end] for end in ends(module) if end in self._ends]
         if module in self._whole:
             found.append(self._whole[module])

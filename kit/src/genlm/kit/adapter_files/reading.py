@@ -81,7 +81,7 @@ def _weights(folder: Path) -> Path:
 
 
 def _feature_of(field: str, value: object) -> Feature | None:
-    """What a field of the configuration means."""
+    """The feature that a field of the configuration asks for; ``None`` if it asks for none."""
     if field in FEATURES:
         return FEATURES[field] if value else None
     if field == "bias":
@@ -93,7 +93,7 @@ def _feature_of(field: str, value: object) -> Feature | None:
 
 
 def _read_tensors(adapter: AdapterFolder) -> None:
-    """What is adapted; other tensors become features."""
+    """Find the LoRA matrices of each module. Other tensors become features."""
     pairs: dict[str, dict[str, str]] = {}
     for name, tensor in adapter.tensors.items():
         if tensor.dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""What the configuration of an adapter says about the modules, checked."""
+"""The settings of an adapter for each module, checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCALE = f"a finite number, at most {MAX_ALPHA} in size"
 
 
 class Settings:
-    """What the configuration of an adapter says about the modules.
+    """The settings of an adapter for each module.
 
     PEFT compares every name of a configuration with every module of the model, and allocates memory
     by the rank. So names and ranks have limits.

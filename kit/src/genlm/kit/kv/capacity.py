@@ -129,8 +129,8 @@ class Capacity:
         self.clear()
 
     def _taken(self, needs: Needs) -> tuple[int, int, int]:
-        """What a batch and all pinned contexts need: the number of slots, their fewest columns, and
-        the positions of trunks."""
+        """The room that a batch and all pinned contexts need: the number of slots, their fewest
+        columns, and the positions of trunks."""
         tree = self._tree
         staying = tree.with_paths(needs.protected) | tree.pinned()
         slots = [segment.size for segment in staying if isinstance(segment, Slot)]

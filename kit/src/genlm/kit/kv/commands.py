@@ -105,7 +105,7 @@ Command = Resize | NewTrunk | Copy | Fork | Shift | Join | Blank
 
 
 class Table(Protocol):
-    """What an engine implements: slots of equal length, and shared prefixes."""
+    """An engine's store of slots of equal length and shared prefixes, which it implements."""
 
     def do(self, command: Command) -> None:
         """Carry out a command.

@@ -13,7 +13,7 @@ A = TypeVar("A", bound=TokenSequence)
 
 
 class Placement(Generic[A]):
-    """Where a sequence runs.
+    """The place where a sequence is computed.
 
     Attributes:
         index: The index of the sequence in the list that the planner was given.

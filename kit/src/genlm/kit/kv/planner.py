@@ -313,7 +313,7 @@ class Planner(Generic[A]):
             self._set_apart(batch, weighed)
 
     def _plan_new(self, placement: Placement[A], weighed: Weighed, cuts: Sequence[int]) -> None:
-        """Where a sequence runs if it continues no existing slot."""
+        """Place a sequence that continues no existing slot."""
         below, (costs, saved) = placement.below(), weighed
         if isinstance(below, Trunk) and costs.a_product(below, placement.start, saved[below]):
             placement.parent, placement.base = below, placement.start

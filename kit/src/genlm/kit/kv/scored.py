@@ -83,8 +83,8 @@ class ScoredRows:
             self._given.append([*islice(left, piece.keep)])
 
     def read(self, owners: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-        """What to read from the next rows: three lists with the row, the token and the number of
-        each score.
+        """The values to read from the next rows: three lists with the row, the token and the number
+        of each score.
 
         Args:
             owners: The index of the piece that each row belongs to. Rows of one piece come in

@@ -241,8 +241,8 @@ def parts_of(shared: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def best_cut(cuts: Sequence[int], start: int) -> tuple[int, int]:
-    """Where to cut a segment that is forked at ``cuts``, so that the most positions from ``start``
-    on need no copy, and how many these are."""
+    """The best place to cut a segment that is forked at ``cuts``: the one from which the most
+    positions after ``start`` need no copy. Also the number of these positions."""
     ordered = sorted(cuts, reverse=True)
     return max(
         ((cut, (cut - start) * count) for count, cut in enumerate(ordered, 1)),

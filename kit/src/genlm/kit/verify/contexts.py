@@ -1,4 +1,4 @@
-"""Which contexts are compared: a few short ones, and some beyond each threshold."""
+"""The contexts that are compared: a few short ones, and some beyond each threshold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which setting explains that an engine's rows differ."""
+"""The search for the setting that explains why an engine's rows differ."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class Reference:
         return answer
 
     def _last_words(self) -> str:
-        """What to say of a process that has ended."""
+        """The explanation of a process that has ended."""
         self._process.wait()
         self._log.seek(0)
         said = self._log.read().decode(errors="replace").strip().splitlines()

@@ -1,4 +1,5 @@
-"""What was compared, how far rows are apart, and how much of that rounding explains."""
+"""The report of a verification: the contexts that were compared, how far their rows are apart, and
+how much of that rounding explains."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def row_of(engine: Any, token_ids: Sequence[int]) -> torch.Tensor:
 
 
 def _call(hook: Callable[..., Any], queries: Sequence[Query], width: int) -> Any:
-    """What a hook returns, given those of its arguments that it takes."""
+    """The result of a hook, called with the arguments that it takes."""
     taken = inspect.signature(hook).parameters
     none = dict.fromkeys(("samples", "scores", "dropped"), ())
     given: dict[str, Any] = {**none, "queries": queries, "width": width}

@@ -1,4 +1,4 @@
-"""What is verified: a model, as an engine's options change it."""
+"""The subject of a verification: a model, as an engine's options change it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Subject:
         return f"genlm verify {self.model} --backend {self.backend} {given}".rstrip()
 
     def folder(self) -> Path | None:
-        """Where the model's files are; ``None`` if they have not been downloaded yet."""
+        """The folder of the model's files; ``None`` if they have not been downloaded yet."""
         if Path(self.model).is_dir():
             return Path(self.model)
         if Path(self.model).exists():

@@ -53,11 +53,11 @@ OF_THE_WEIGHTS = (
 
 @frozen
 class Source:
-    """What transformers loads.
+    """A model for transformers to load.
 
     Attributes:
         folder: The model's folder.
-        changes: Settings as if they stood in its ``config.json``.
+        changes: Settings that replace those of its ``config.json``.
         size: How many bytes its weights have.
         scratch: A folder to write into.
         adapter: The folder of a LoRA adapter, for PEFT.

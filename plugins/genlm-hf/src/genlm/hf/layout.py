@@ -1,4 +1,4 @@
-"""Where the tokens of one forward lie in the KV cache."""
+"""The places of the tokens of one forward in the KV cache."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Chunks:
 
 
 class Layout:
-    """Which slots of the pool a forward reads, and where it writes."""
+    """The slots of the pool that a forward reads, and the places where it writes."""
 
     #: The length of the cache that is reported to models. Only uniform layouts have one.
     past: int = 0
@@ -149,7 +149,7 @@ class PackedLayout(ChunkLayout):
         self.tiers = _tiers(chunks, patterns, self.positions, upload)
 
     def pattern(self, layer: int) -> Pattern:
-        """What a layer attends to."""
+        """The pattern of positions that a layer attends to."""
         return self._patterns[layer]
 
     def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:

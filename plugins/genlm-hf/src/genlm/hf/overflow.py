@@ -18,7 +18,7 @@ def is_looked_for(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def remedy(dtype: torch.dtype) -> str:
-    """What a user can do about rows that are NaN."""
+    """The remedy for rows that are NaN."""
     wider = "load it with dtype='bfloat16' or 'float32', or " if dtype == torch.float16 else ""
     return f"{wider}look for NaN among its weights"
 

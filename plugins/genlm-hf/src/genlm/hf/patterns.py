@@ -1,4 +1,4 @@
-"""Which earlier positions a layer's tokens attend to."""
+"""The earlier positions that a layer's tokens attend to."""
 
 from __future__ import annotations
 

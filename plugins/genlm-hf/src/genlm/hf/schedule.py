@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 @frozen
 class StepPlan(Generic[R]):
-    """What to compute in one step.
+    """The sequences to compute in one step.
 
     Attributes:
         answered: The sequences that the step answers, with their requests, which no longer wait.

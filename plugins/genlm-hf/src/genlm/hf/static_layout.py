@@ -75,7 +75,7 @@ class StaticLayout(Layout):
         return states[:, :, : self._width].index_select(0, self._slots)
 
     def pattern(self, layer: int) -> Pattern:
-        """What a layer attends to."""
+        """The pattern of positions that a layer attends to."""
         return self._patterns[layer]
 
     def own(

@@ -84,5 +84,5 @@ class Places:
         self._at = neighbours if in_order else upload.add(places)
 
     def on(self, device: torch.device) -> slice | torch.Tensor:
-        """What to index a tensor on a device with."""
+        """An index for a tensor on a device."""
         return self._at if isinstance(self._at, slice) else self._at.on(device)

@@ -18,7 +18,7 @@ GROWTH_TOKENS = 32
 
 @frozen
 class Target:
-    """What a sequence will be when it is computed.
+    """A sequence as it will be when it is computed.
 
     Attributes:
         key: Its key.

@@ -40,7 +40,7 @@ MAX_PADDING_TOKENS = 4096
 
 @frozen(eq=False)
 class Place:
-    """Where the state of a sequence is: its block, and its index in the block."""
+    """The place of a sequence's state: its block, and its index in the block."""
 
     block: Block
     number: int

@@ -121,7 +121,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
 
 
 def _remedy(folder: Path, config: Mapping[str, Any], error: BaseException) -> str:
-    """What helps against an error of mlx-lm. Another backend does not help if it fails as well."""
+    """The remedy for an error of mlx-lm. Another backend is no remedy if it fails as well."""
     if not weight_files(folder):
         return "the folder has no weights: copy or download the whole folder"
     if isinstance(error, ValueError) and "Expected shape" in str(error):

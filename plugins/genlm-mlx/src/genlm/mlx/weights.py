@@ -68,8 +68,8 @@ def _dropped(before: Weights, after: Weights, sanitize: Callable[[Weights], Weig
 def _without_influence(
     before: Weights, gone: Weights, sanitize: Callable[[Weights], Weights]
 ) -> Weights:
-    """Those that have not been joined, split or turned into others: the others have no derivative
-    in them."""
+    """The dropped weights that no kept weight is made from by joining, splitting or another change:
+    the kept weights have no derivative in them."""
     asked = [name for name, one in gone.items() if mx.issubdtype(one.dtype, mx.floating)]
     if not asked:
         return {}

@@ -26,7 +26,7 @@ CONCURRENCY = 10_000
 #: The actor class that Ray starts. It is made once, because Ray keeps every class that it is given.
 ACTOR: Any = ray.remote(concurrency_groups={WATCH: CONCURRENCY})(Replica)
 
-#: What Ray returns in place of an answer that cannot be unpickled, although the replica is well.
+#: Ray's errors for an answer that cannot be unpickled, although the replica is well.
 UNREADABLE = (ray.exceptions.RaySystemError, UnserializableException)
 
 

@@ -139,7 +139,7 @@ class RayOptions:
         )
 
     def _strategy(self) -> Any:
-        """Where Ray puts replicas."""
+        """The placement of replicas by Ray."""
         placement = self.resources.get("placement", "spread")
         group = placement if is_group(placement) else None
         if group is None and self.name is None:  # a fleet with a name outlives the placement group

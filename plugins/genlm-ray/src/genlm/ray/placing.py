@@ -1,4 +1,5 @@
-"""Where requests wait, and which call is made next. This module knows neither Ray nor the time.
+"""The queues in which requests wait, and the choice of the next call. This module knows neither Ray
+nor the time.
 
 A request waits at the replica that knows its prefix, and is sent with others in a portion of
 limited size. A free replica takes over half of the requests that wait at another. The requests that

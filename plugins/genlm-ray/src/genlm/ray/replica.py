@@ -374,8 +374,8 @@ class Replica:
         return [row[: self._width]]
 
     async def _reduce(self, asked: Sequence[Ask], callers: Sequence[Caller]) -> Sequence[Any]:
-        """What functions make of rows, or the errors in their places. One call of the model for all
-        of them: a task and a future for each would take most of the replica's time."""
+        """The results of functions of rows, or the errors in their places. All of them are one call
+        of the model: a task and a future for each would take most of the replica's time."""
         lora, found = asked[0][1], dict[int, Any]()
         thens: dict[int, Then[Any]] = {}
         for at, (one, caller) in enumerate(zip(asked, callers, strict=True)):
@@ -477,8 +477,8 @@ def together(asked: Sequence[Ask]) -> list[list[int]]:
 def _outcomes(
     task: asyncio.Task[Sequence[Any]], callers: Sequence[Caller], hung: Running | None
 ) -> Sequence[Any]:
-    """What a task has given to its callers, or its error; ``hung``: the call that the task may be
-    waiting for."""
+    """The results of a task for its callers, or its error. ``hung`` is the call that the task may
+    be waiting for."""
     if not task.done():
         assert hung is not None
         return [_left(caller, hung) for caller in callers]

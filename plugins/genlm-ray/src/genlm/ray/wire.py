@@ -116,8 +116,9 @@ def sent(results: Sequence[Any]) -> Sent:
 
 
 def received(arrived: Sent) -> Sequence[Any]:
-    """What :func:`sent` was given. Tensors are in memory that other processes read, so nobody may
-    write into them: the core makes its callers' own copies, the only ones in this process."""
+    """The results that :func:`sent` packed. Other processes read the memory of their tensors, so
+    nothing may be written into them: the core makes its callers' own copies, the only ones in this
+    process."""
     plain, joined, lengths, others = arrived
     if plain:
         return plain

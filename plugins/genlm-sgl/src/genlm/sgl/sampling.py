@@ -1,4 +1,4 @@
-"""Which samples SGLang can draw itself."""
+"""The samples that SGLang can draw itself."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ SCHEDULER_NAMES = (
 REQUEST_NAMES = (
     "num_tokens", "num_computed_tokens", "num_output_tokens", "append_output_token_ids",
 )  # fmt: skip
-#: What requests have besides where scheduling is asynchronous.
+#: The attributes that requests have in addition if scheduling is asynchronous.
 ASYNC_NAMES = ("num_output_placeholders", "num_in_flight_tokens")
 
 

@@ -24,7 +24,7 @@ MARK_BYTES = 64
 
 
 class Place(NamedTuple):
-    """Where shared memory is.
+    """The place of shared memory.
 
     Attributes:
         path: Of the file.
@@ -124,7 +124,7 @@ def _found(place: Place) -> torch.Tensor | None:
 
 
 def _mapped(place: Place) -> torch.Tensor:
-    """What comes after the mark, as float32."""
+    """The numbers after the mark, as float32."""
     memory = torch.from_file(place.path, shared=True, size=place.size // 4, dtype=torch.float32)
     return memory[MARK_BYTES // 4 :]
 

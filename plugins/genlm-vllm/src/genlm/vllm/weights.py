@@ -102,8 +102,8 @@ def _as_transformers(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_of(model: Any) -> Load | None:
-    """What a loaded model has done with its checkpoint; ``None`` if the loader has written the
-    weights without the model's ``load_weights``, or has made them up."""
+    """The outcome of loading a model's checkpoint; ``None`` if the loader has written the weights
+    without the model's ``load_weights``, or has made them up."""
     found: Load | None = getattr(model, LOAD, None)
     return found
 

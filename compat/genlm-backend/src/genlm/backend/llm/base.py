@@ -1,4 +1,4 @@
-"""What every language model has."""
+"""The base class of language models."""
 
 from genlm.backend._removed import ADAPTERS, BATCHED, removed_names
 from genlm.core import AsyncLM as AsyncLM
