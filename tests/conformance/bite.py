@@ -2,6 +2,10 @@
 
     python -m tests.conformance.bite [--effort quick|default|both] [--jobs 1] [PATTERN ...]
 
+A mutant is caught if a clause finds something wrong. It is caught by accident if its clauses fail
+only for another reason: a mistake in its own code, a hang that is not its fault, a missing package.
+Accidents are listed apart, and do not count.
+
 Of faults that the same clause catches in the same way, one is kept.
 """
 
@@ -26,7 +30,6 @@ from attrs import frozen
 from genlm.conformance import ConformanceSuite
 from genlm.conformance.report import Verdict, run
 from genlm.conformance.subject import SHRINKING_SECONDS
-from genlm.core.errors import EngineDeadError
 from genlm.core.mock import ContinuousMockEngine, MockEngine
 
 from .blind import BLIND, SOUND
@@ -49,16 +52,58 @@ CLAUSES_WITHOUT_ENGINE = (
 )
 
 
+#: Exceptions that tell of a mistake in the code of a mutant, not of its fault.
+MISTAKES = re.compile(
+    r"\b(AttributeError|ImportError|ModuleNotFoundError|NameError|NotImplementedError|TypeError"
+    r"|UnboundLocalError)\b"
+)
+
+#: What the suite says of a request without an answer, and of a run whose time is over.
+HANGS = re.compile(r"it hangs, or is so slow|the time of the whole run was over")
+
+
 @frozen
 class Bite:
-    """The outcome of one mutant: the messages of the clauses that failed at one effort, and the
-    seconds that it and each clause took."""
+    """The outcome of one mutant at one effort.
+
+    Attributes:
+        name: Its name.
+        effort: The name of the effort.
+        caught: What the clauses say that found something wrong.
+        accidents: What the clauses say that failed for another reason.
+        seconds: How long the suite took.
+        of_clauses: How long each clause took, in seconds.
+    """
 
     name: str
     effort: str
     caught: Mapping[str, str]
+    accidents: Mapping[str, str]
     seconds: float
     of_clauses: Mapping[str, float] = {}
+
+    def __str__(self) -> str:
+        found = ", ".join(self.caught) or "-"
+        apart = "; ".join(f"{clause} ({accident(said)})" for clause, said in self.accidents.items())
+        apart = apart and f"  by accident: {apart}"
+        return f"{self.effort:8}{self.name:45}{self.seconds:6.1f} s  {found}{apart}"
+
+
+def accident(said: str) -> str:
+    """In a word or two, why a clause failed that found nothing wrong."""
+    mistake = MISTAKES.search(said)
+    return mistake[0] if mistake else "hang" if HANGS.search(said) else said[:60].split(":")[0]
+
+
+def is_accident(verdict: Verdict, may_hang: bool) -> bool:
+    """Whether a clause failed for another reason than a fault of the engine.
+
+    Args:
+        verdict: The outcome of the clause.
+        may_hang: Whether the fault of the engine is that it never answers something.
+    """
+    hung = not may_hang and HANGS.search(verdict.detail)
+    return bool(not verdict.violation or hung or MISTAKES.search(verdict.detail))
 
 
 def suites(real: bool = True) -> dict[str, Callable[[float], Faulty]]:
@@ -79,6 +124,17 @@ def suites(real: bool = True) -> dict[str, Callable[[float], Faulty]]:
 def has_hf() -> bool:
     """Whether genlm-hf is installed, and what adapters are made with."""
     return all(map(find_spec, ("genlm.hf", "transformers", "peft")))
+
+
+def hanging() -> frozenset[str]:
+    """The names of the mutants whose fault is that they never answer something."""
+    groups = {"mock": MUTANTS, "blind": BLIND}
+    return frozenset(
+        f"{group}.{name}"
+        for group, mutants in groups.items()
+        for name, mutant in mutants.items()
+        if mutant.hangs
+    )
 
 
 def clean() -> dict[str, Callable[[float], Faulty]]:
@@ -110,18 +166,25 @@ def bite(
     suite.deadline = DEADLINE_SECONDS
     suite.shrinking = SHRINKING_SECONDS if read else 0.0
     told: list[Verdict] = []
+    may_hang = name in hanging()
+
+    def is_caught(verdict: Verdict) -> bool:
+        return verdict.status == "failed" and not is_accident(verdict, may_hang)
 
     def wanted(clause: str) -> bool:
-        if first and any(verdict.status == "failed" for verdict in told):
+        if first and any(map(is_caught, told)):
             return False
         return clause not in CLAUSES_WITHOUT_ENGINE and bool(re.search(only, clause))
 
     began = time.process_time()
     with contextlib.redirect_stderr(io.StringIO()):
         report = run(suite, told.append, wanted)
-    caught = {verdict.clause: verdict.detail for verdict in report.failed}
+    caught = {one.clause: one.detail for one in report.failed if is_caught(one)}
+    accidents = {one.clause: one.detail for one in report.failed if one.clause not in caught}
+    if report.not_loaded is not None:
+        accidents["(not loaded)"] = report.not_loaded
     seconds = {verdict.clause: verdict.seconds for verdict in report.verdicts}
-    return Bite(name, effort, caught, time.process_time() - began, seconds)
+    return Bite(name, effort, caught, accidents, time.process_time() - began, seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--only", default="", help="a pattern of the clauses to run")
     parser.add_argument("--clean", type=int, default=0, help="seeds to run the clean engines with")
+    parser.add_argument("--first-seed", type=int, default=0, help="the first of these seeds")
     parser.add_argument("--first", action="store_true", help="stop at the first clause that fails")
     parser.add_argument("--verbose", action="store_true", help="print the counterexamples")
     options = parser.parse_args(arguments)
@@ -140,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [
         name for name in known if not options.pattern or any(p in name for p in options.pattern)
     ]
-    seeds = range(options.clean or 1)
+    seeds = range(options.first_seed, options.first_seed + (options.clean or 1))
     how = options.first, options.verbose
     work = [(n, e, options.only, s, *how) for e in efforts for s in seeds for n in chosen]
     bites = []
@@ -149,17 +213,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for job, (name, effort, *_) in zip(jobs, work, strict=True):
             try:
                 one = job.get(timeout=2 * DEADLINE_SECONDS)
-            except (multiprocessing.TimeoutError, EngineDeadError) as error:
-                one = Bite(name, effort, {f"({type(error).__name__})": ""}, DEADLINE_SECONDS)
+            except Exception as error:  # A mutant must not end the run of the others.
+                failed = {"(not run)": f"{type(error).__name__}: {error}"}
+                one = Bite(name, effort, {}, failed, 0.0)
             bites.append(one)
-            caught = ", ".join(one.caught) or "-"
-            print(f"{one.effort:8}{one.name:45}{one.seconds:6.1f} s  {caught}", flush=True)
+            print(one, flush=True)
             if options.verbose:
-                for clause, detail in one.caught.items():
+                for clause, detail in {**one.caught, **one.accidents}.items():
                     print(f"    {clause}: {detail[:1500]}")
     if not options.clean:
         print(table(bites, whole=not (options.first or options.only)))
-    return int(bool(options.clean and any(one.caught for one in bites)))
+    return int(bool(options.clean and any(one.caught or one.accidents for one in bites)))
 
 
 def table(bites: Sequence[Bite], whole: bool) -> str:
@@ -168,11 +232,13 @@ def table(bites: Sequence[Bite], whole: bool) -> str:
     for effort in dict.fromkeys(one.effort for one in bites):
         of_effort = [one for one in bites if one.effort == effort]
         missed = [one.name for one in of_effort if not one.caught]
+        apart = [one.name for one in of_effort if one.accidents and not one.caught]
         share = 1 - len(missed) / len(of_effort)
         caught = len(of_effort) - len(missed)
         lines += [
             f"{effort:8} {caught} of {len(of_effort)} caught, {share:.0%}",
             f"{effort:8} missed: {', '.join(missed) or 'none'}",
+            f"{effort:8} of these, caught by accident only: {', '.join(apart) or 'none'}",
         ]
         if whole:
             lines += [f"{effort:8} {line}" for line in by_clause(of_effort)]

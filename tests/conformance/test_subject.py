@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -164,7 +165,48 @@ def test_failed_removal_of_an_adapter_fails_one_clause() -> None:
     wanted = ("removed_adapter", "adapters_changed_in_flight", "many_adapters")
     (verdict,) = run(OfTheMock(RaisesOnce, 0.1), only=lambda name: name in wanted).failed
     assert verdict.clause == "removed_adapter"
-    assert "no such slot" in verdict.detail
+    assert verdict.violation
+    assert re.match(r"Violation: a valid request raised \w+: .*no such slot", verdict.detail)
+    assert "before it: remove_lora(" in verdict.detail
+
+
+class RefusesLargeTopK(MockEngine):
+    """Raises for a ``top_k`` beyond the vocabulary."""
+
+    @hookimpl
+    def genlm_sample(self, queries: Sequence[Query], params: Sequence[Any]) -> list[list[int]]:
+        for how in params:
+            torch.zeros(self.vocab_size).topk(how.top_k or 1)
+        drawn: list[list[int]] = super().genlm_sample(queries, params)
+        return drawn
+
+
+def test_refused_draw_is_a_violation_that_names_its_options() -> None:
+    verdict = verdict_on(OfTheMock(RefusesLargeTopK, 0.1), "top_k_beyond_the_vocabulary")
+    assert verdict.violation
+    said = (
+        r"Violation: a draw of 4 tokens after \[.*\] with seed=\d+, top_k=\d+ raised EngineError: "
+    )
+    assert re.match(said, verdict.detail)
+    assert "index k out of range" in verdict.detail
+
+
+class RefusesEvenLengths(MockEngine):
+    """Raises for contexts of an even number of tokens."""
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        if any(query.length % 2 == 0 for query in queries):
+            raise IndexError("no such position")
+        return super().genlm_next_token_logprobs(queries)
+
+
+def test_refused_row_is_a_violation_that_names_its_context() -> None:
+    verdict = verdict_on(OfTheMock(RefusesEvenLengths, 0.1), "row_is_normalised")
+    assert verdict.violation
+    said = r"Violation: the (cold )?row of \[.* raised EngineError: .*no such position"
+    assert re.match(said, verdict.detail)
+    assert verdict.detail.count("raised by the engine's own code") == 1
 
 
 class Doubles(MockEngine):

@@ -225,8 +225,8 @@ class AdapterClauses:
 
     @advise("the old adapter is dropped before the new files are read", "rebound_adapter")
     def test_adapter_that_fails_to_load(self, live: Subject) -> None:
-        """If loading an adapter fails, the name keeps its old binding and every row is as
-        before."""
+        """If loading an adapter fails, the name keeps its old binding and every row is as before,
+        also after ``clear_kv_cache``."""
         name, *_ = live.needs_adapters()
         context = live.contexts.stem[:4]
         live.cold(context, name), live.cold(context)
@@ -237,8 +237,11 @@ class AdapterClauses:
         else:
             # The engine takes any path, as the mock does, so nothing failed.
             live.model.bind(name, name)
-        for chosen in (None, name):
-            live.check_row(context, chosen, how=f"after loading {name!r} from nowhere")
+        for then in ("", ", and after clear_kv_cache()"):
+            for chosen in (None, name):
+                how = f"after loading {name!r} from a path that does not exist{then}"
+                live.check_row(context, chosen, how=how)
+            live.model.clear()
 
     @advise(
         "if there are more adapters than slots, one is evicted silently", "adapters_in_one_batch"

@@ -10,7 +10,8 @@ from typing import Any, Concatenate
 import pytest
 from attrs import frozen
 
-from genlm.core.errors import InvalidOptionError
+from genlm.conformance.compare import Violation, origin, raised
+from genlm.core.errors import GenlmError, InvalidOptionError
 
 #: The capabilities from which an engine may be excused, by the attribute ``excused`` of a suite.
 #: Rows and state are not among them: an engine whose numbers are wrong serves nobody.
@@ -79,10 +80,26 @@ def advise(
             try:
                 clause(self, live)
             except Exception as error:
-                error.add_note(str(advice))
-                raise
+                found = _as_violation(error, live.told())
+                found.add_note(str(advice))
+                raise found from (None if found is error else error)
 
         advised.advice = advice  # type: ignore[attr-defined]
         return advised
 
     return decorate
+
+
+def _as_violation(error: Exception, before: str) -> Exception:
+    """An exception of the engine as the violation that it is: clauses make valid requests only.
+    Other exceptions are left as they are.
+
+    Args:
+        error: The exception.
+        before: What happened before it, as the end of a message.
+    """
+    if isinstance(error, Violation) or not (isinstance(error, GenlmError) or origin(error)):
+        return error
+    found = raised(error, "a valid request", before)
+    found.__notes__ = getattr(error, "__notes__", [])
+    return found

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,11 @@ def answered(outcome: Any, what: str, more: str = "") -> Any:
     return outcome
 
 
+def raised(error: Exception, what: str, more: str = "") -> Violation:
+    """The violation that a valid request for ``what`` raised an exception."""
+    return Violation(f"{what} raised {type(error).__name__}: {error}{origin(error)}{more}")
+
+
 def origin(error: BaseException) -> str:
     """The place in the engine's own code where an exception was raised, as the end of a message;
     empty if it was raised elsewhere."""
@@ -106,6 +111,12 @@ def brief(token_ids: Sequence[int]) -> str:
 def with_adapter(adapter: str | None) -> str:
     """The part of a message on the adapter of a request."""
     return "" if adapter is None else f" with adapter {adapter!r}"
+
+
+def with_options(options: Mapping[str, Any]) -> str:
+    """What a message says of the options of a draw."""
+    given = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
+    return f" with {given}" if given else ""
 
 
 def are_identical(row: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -13,11 +13,13 @@ from genlm.conformance.compare import (
     check,
     deviation,
     difference,
+    raised,
     with_adapter,
 )
 from genlm.conformance.driver import Outcome
 from genlm.conformance.model import Model
 from genlm.core.cache import OutputCache
+from genlm.core.errors import GenlmError
 from genlm.core.types import TokenIds
 
 if TYPE_CHECKING:
@@ -53,7 +55,11 @@ class Oracle:
         key = (tuple(token_ids), self._model.path_of(adapter))
         row = self._kept.get(key)
         if row is None:
-            row = self._model.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
+            try:
+                row = self._model.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
+            except GenlmError as error:
+                what = f"the cold row of {brief(token_ids)}{with_adapter(adapter)}"
+                raise raised(error, what, self._model.told()) from error
             self._kept.put([(key, row)], self._kept.generation)
             if len(self.first_rows) < REMEMBERED_ROWS and adapter is None:
                 self.first_rows[tuple(token_ids)] = row.clone()

@@ -259,6 +259,6 @@ def counterexample(error: BaseException) -> str:
     lines = traceback.format_exception_only(error)
     if isinstance(error, BaseExceptionGroup):
         lines += [f"{counterexample(cause)}\n" for cause in error.exceptions]
-    elif origin_of := origin(error):
+    elif (origin_of := origin(error)) and origin_of not in lines[0]:
         lines[0] = f"{lines[0].rstrip()}{origin_of}\n"
     return "".join(lines).removeprefix(f"{type(error).__module__}.").strip()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ from genlm.conformance.agreement import (
     single_tokens,
     steady,
 )
-from genlm.conformance.compare import TOP_FACTOR, Violation, brief, check
+from genlm.conformance.compare import TOP_FACTOR, Violation, brief, check, with_options
 from genlm.conformance.properties import for_all
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
@@ -154,7 +154,7 @@ class SamplingClauses:
         def top_k_and_top_p(prompt: TokenIds, seed: int) -> None:
             for how in ({"top_k": 1}, {"top_p": 1e-6}):
                 drawn = live.sample(prompt, 4, seed=seed, **how)
-                live.expect.greedy(drawn, prompt, how=f"with {_given(how)}")
+                live.expect.greedy(drawn, prompt, how=with_options(how).strip())
             (token_id,) = live.sample(prompt, 1, temperature=100.0, seed=seed, top_k=5)
             row = live.cold(prompt)
             least = float(row.topk(5).values[-1]) - TOP_FACTOR * live.expect.atol
@@ -275,7 +275,7 @@ class SamplingClauses:
             options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
             drawn = live.samples([prompt] * count, 1, seed=7, **options)
             mass, unsure = _left(row, temperature, top_k, top_p, live.expect.atol)
-            what = f"{count} draws after {brief(prompt)} with {_given(options)}"
+            what = f"{count} draws after {brief(prompt)}{with_options(options)}"
             for ids in drawn:
                 is_left = len(ids) == 1 and (bool(mass[ids[0]] > 0) or ids[0] in unsure)
                 check(is_left, f"{what}: {ids} is not among the tokens that are left")
@@ -390,7 +390,3 @@ def _two_of(row: torch.Tensor) -> Iterable[tuple[int, float]]:
     """The two most likely tokens, with their shares of what both have."""
     top = row.double().topk(2)
     return zip(top.indices.tolist(), top.values.softmax(0).tolist(), strict=True)
-
-
-def _given(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)

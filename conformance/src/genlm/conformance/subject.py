@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import pytest
 
 from genlm.conformance.advice import check_excuses
-from genlm.conformance.compare import ROUNDING_ATOL, brief, with_adapter
+from genlm.conformance.compare import (
+    ROUNDING_ATOL,
+    brief,
+    raised,
+    with_adapter,
+    with_options,
+)
 from genlm.conformance.contexts import EDGES, Contexts
 from genlm.conformance.declaration import Declaration
 from genlm.conformance.driver import Driver, Outcome
 from genlm.conformance.model import Model
 from genlm.conformance.oracle import Adapters, Oracle, Several
+from genlm.core.errors import GenlmError
 from genlm.core.lm import AsyncLM
 
 if TYPE_CHECKING:
@@ -179,23 +186,43 @@ class Subject(Driver):
     def ask(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         """The row of a context, asked the usual way."""
         self.model.together = ""
-        return self.run(self.lm.next_token_logprobs(token_ids, lora_name=adapter))
+        row = self.lm.next_token_logprobs(token_ids, lora_name=adapter)
+        return self._answer(row, lambda: f"the row of {brief(token_ids)}{with_adapter(adapter)}")
 
     def sample(
         self, prompt: Sequence[int], most: int, stops: Sequence[int] = (), **options: Any
     ) -> list[int]:
         """The tokens of one draw."""
-        return self.run(self.lm.sample(prompt, most, stops, **options))
+        drawn = self.lm.sample(prompt, most, stops, **options)
+        until = f", until one of {len(stops)} stop tokens" if stops else ""
+        return self._answer(
+            drawn,
+            lambda: f"a draw of {most} tokens after {brief(prompt)}{with_options(options)}{until}",
+        )
 
     def samples(self, prompts: Several, most: int, **options: Any) -> list[list[int]]:
         """The tokens of draws in one batch, without stop tokens."""
-        return self.run(self.lm.batch_sample(prompts, most, [], **options))
+        drawn = self.lm.batch_sample(prompts, most, [], **options)
+        return self._answer(
+            drawn,
+            lambda: f"{len(prompts)} draws of {most} tokens in a batch{with_options(options)}",
+        )
 
     def score(
         self, prompt: Sequence[int], tokens: Sequence[int], adapter: str | None = None
     ) -> torch.Tensor:
         """The scores of a continuation."""
-        return self.run(self.lm.sequence_logprobs(prompt, tokens, lora_name=adapter))
+        scores = self.lm.sequence_logprobs(prompt, tokens, lora_name=adapter)
+        of = f"the scores of {len(tokens)} tokens after"
+        return self._answer(scores, lambda: f"{of} {brief(prompt)}{with_adapter(adapter)}")
+
+    def _answer(self, request: Coroutine[Any, Any, T], what: Callable[[], str]) -> T:
+        """The answer to a valid request. An exception of the engine is a violation, which says what
+        was asked for."""
+        try:
+            return self.run(request)
+        except GenlmError as error:
+            raise raised(error, what(), self.told()) from error
 
     def check_row(
         self, token_ids: Sequence[int], adapter: str | None = None, how: str = "asked"
