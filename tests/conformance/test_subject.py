@@ -79,6 +79,16 @@ def test_engine_without_calls_or_with_endless_calls_hangs(calls: int) -> None:
         asyncio.run(scenario())
 
 
+def test_hang_tells_what_was_done_before_it() -> None:
+    async def scenario() -> None:
+        slow = Slow(0)
+        slow.note("remove_lora('a')")
+        await slow.soon(slow.answer)
+
+    with pytest.raises(Violation, match=r"it hangs, [^\n]*\n  before it: remove_lora\('a'\)"):
+        asyncio.run(scenario())
+
+
 def test_flaky_failure_shows_the_violation() -> None:
     suite = ConformanceSuite()
     suite.backend = suite.model = "mock"

@@ -62,7 +62,7 @@ class AdapterClauses:
         @for_all(live, least=6, asked=st.lists(queries, min_size=2, max_size=5))
         def adapters_in_one_batch(asked: list[tuple[TokenIds, str | None]]) -> None:
             asked = [*asked, *((asked[0][0], name) for name in names)]
-            how = f"in a batch with {', '.join(_named(name) for _, name in asked)}"
+            how = f"in a batch of requests under {', '.join(_named(name) for _, name in asked)}"
             live.check_rows(*zip(*asked, strict=True), how=how)
 
     @advise("kept state is found without its adapter", "adapters_in_one_batch")
@@ -84,7 +84,8 @@ class AdapterClauses:
             context: TokenIds, tail: TokenIds, turns: list[str | None], pinned: bool
         ) -> None:
             for i, name in enumerate(turns):
-                before = f"after {', '.join(map(_named, turns[:i])) or 'nothing'}"
+                before = ", ".join(map(_named, turns[:i])) or "no other"
+                before = f"asked for after requests under {before}"
                 if pinned:
                     live.lm.cache_kv(context, lora_name=name)
                 for end in range(len(tail) + 1):
@@ -111,11 +112,11 @@ class AdapterClauses:
                 after = ", ".join(done) or "nothing"
                 what = f"{brief(context)}{with_adapter(first)}, after {after}"
                 live.expect.same(live.ask(context, first), row, what)
-                done.append("it was asked")
+                done.append("the row was asked for")
 
             if pinned:
                 live.lm.cache_kv(context[:-1] or context, lora_name=first)
-                done.append("it was pinned")
+                done.append("the context was pinned")
             expect(old)
             if removed:
                 live.model.remove(first)
@@ -143,7 +144,8 @@ class AdapterClauses:
             (outcome,) = live.gather([context], [name])
             check(
                 isinstance(outcome, UnknownAdapterError),
-                f"asked with the removed adapter {name!r}: {outcome!r:.200}",
+                f"a request with the removed adapter {name!r} gets {outcome!r:.200} instead of an "
+                "UnknownAdapterError",
             )
             for other in [None, *(other for other in live.adapters if other != name)]:
                 live.check_row(context, other, how=f"after {name!r} was removed")
@@ -167,9 +169,9 @@ class AdapterClauses:
         asked."""
         first, second, *_ = live.needs_adapters(2)
         changes: dict[str, Callable[[], None]] = {
-            f"{first!r} is bound anew": lambda: live.model.bind(first, second),
-            f"{first!r} is removed": lambda: live.model.remove(first),
-            "another is added": lambda: live.model.bind("another", first),
+            f"{first!r} was rebound": lambda: live.model.bind(first, second),
+            f"{first!r} was removed": lambda: live.model.remove(first),
+            "another adapter was added": lambda: live.model.bind("another", first),
         }
         context, tail = live.contexts.stem[:4], live.contexts.tokens[:2]
         names = [None, first, second]
@@ -216,7 +218,7 @@ class AdapterClauses:
             live.thread(functools.partial(live.model.bind, f"new-{name}", name)) for name in names
         ]
         for call in calls:
-            answered(live.outcome(call), "an adapter that is added beside another")
+            answered(live.outcome(call), "adding an adapter while another is added")
         live.gate.readers = None
         for name, row in zip(names, rows, strict=True):
             how = f"{brief(context)} with {name!r}, added while another was"

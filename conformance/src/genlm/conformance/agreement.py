@@ -84,9 +84,11 @@ def expect_frequencies(
     observed.append(total - sum(observed))
     expected.append(max(total - sum(expected), 1.0))
     chi2 = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    most = len(cells) + 8 * math.sqrt(2 * len(cells)) + 8
     check(
-        chi2 <= len(cells) + 8 * math.sqrt(2 * len(cells)) + 8,
-        f"{what}: chi-squared {chi2:.1f} with {len(cells)} degrees of freedom",
+        chi2 <= most,
+        f"{what} do not have the frequencies of the rows: chi-squared is {chi2:.1f} with "
+        f"{len(cells)} degrees of freedom, and may be {most:.1f}",
     )
 
 

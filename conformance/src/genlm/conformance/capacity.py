@@ -158,7 +158,7 @@ class CapacityClauses:
                         raise Violation(
                             f"a prompt of {length} tokens cannot be pinned any more, after {pins} "
                             f"pins and {cleared} calls of clear_kv_cache(), {PINS_A_CLEAR} pins of "
-                            "one prompt before each: what is pinned again is not given back "
+                            "one prompt before each: a clear must give back all pins of a prompt "
                             f"({error})"
                         ) from error
                     pins += 1
@@ -231,7 +231,7 @@ class CapacityClauses:
                 live.expect.scores(score, prompt, scored, places=places, how=beside)
         alone = live.run_all(draw() for draw in draws)
         moved = [
-            (now, before)
+            f"{now} instead of {before}"
             for now, before in zip(drawn, alone * len(tails), strict=True)
             if not isinstance(now, Exception) and now != before
         ]
@@ -241,7 +241,8 @@ class CapacityClauses:
         check(
             len(moved) <= few,
             f"{beside} and {SCORES_TOGETHER} scores, {len(moved)} of {len(drawn)} seeded draws "
-            f"after {half} tokens are not what they are without them: {moved[:1]}",
+            f"after {half} tokens differ from the same draws without pins; the first is "
+            f"{''.join(moved[:1])}",
         )
         for context in (contexts.long(room, 6), *pinned[:1]):
             live.check_row(context, how=f"after {len(pinned)} pinned prompts were cleared")

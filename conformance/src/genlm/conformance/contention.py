@@ -139,7 +139,10 @@ class ContentionClauses:
             live.model.reset()
             if live.run(together())[0] == "short":
                 return
-        raise Violation(f"a draw of 1 token was answered after one of {length} tokens")
+        raise Violation(
+            f"a draw of 1 token was answered after a draw of {length} tokens, although both were "
+            "asked for together"
+        )
 
     @advise(
         "rows wait until nothing is drawn, or a wake-up is lost",
@@ -177,7 +180,8 @@ class ContentionClauses:
         wakes = lm.supports("genlm_wake")
         woken = "; genlm_wake must end the step, and the next ones compute both" if wakes else ""
         raise Violation(
-            f"a row asked in call 3 of {length} of a draw was answered after the draw{woken}"
+            f"a row that was asked for in call 3 of a draw of {length} tokens was answered after "
+            f"the whole draw{woken}"
         )
 
     @advise(
@@ -208,11 +212,11 @@ class ContentionClauses:
         check(
             len(calls) < length,
             f"a draw of {length} tokens was cancelled in its first call; the engine was called "
-            f"{len(calls)} times",
+            f"{len(calls)} times, and for the whole draw it is called {length} times",
         )
         check(
             not any(query.token_ids[:5] == long for call in calls[1:] for query in call.answered),
-            "a draw whose caller had gone was answered",
+            "the engine answered a draw after its caller had cancelled it",
         )
 
     @advise(
@@ -265,7 +269,9 @@ class ContentionClauses:
             raised = [each for each in said if "genlm_wake raised" in each]
             live.gate.told.update(raised)
             check(not raised, "; ".join(raised[:1]))
-            live.expect.rows(rows, [context, beside][: len(rows)], how="with a wake in the step")
+            live.expect.rows(
+                rows, [context, beside][: len(rows)], how="asked for in the middle of a step"
+            )
 
     @advise(
         "genlm_wake waits for a lock that a step holds while it computes",
@@ -293,7 +299,7 @@ class ContentionClauses:
         live.model.reset()
         for context, beside in zip(contexts, contexts[MAX_WAKES:], strict=False):
             rows = live.run(ask_beside(context, beside))
-            live.expect.rows(rows, [context, beside], how="asked while a step ran")
+            live.expect.rows(rows, [context, beside], how="asked for while a step ran")
             # The machine may have had other work in the turns before.
             if stalls[-1] < most:
                 return
@@ -352,7 +358,7 @@ class ContentionClauses:
 
         live.model.reset()
         row = live.run(scenario())
-        live.expect.row(row, victims[0], how="while others kept coming")
+        live.expect.row(row, victims[0], how="while every call brought another request")
         check(
             not passed_over,
             f"{' and '.join(sorted(passed_over))} got no answer within {bound} calls of the "

@@ -99,7 +99,7 @@ class Driver:
                 if future.done():
                     raise
             if not beat.is_set():
-                violation = self._hang("the event loop of those who ask did not go on")
+                violation = self._hang("the event loop of the callers did not go on")
                 self._loop = LoopThread()
                 raise violation
 
@@ -213,7 +213,7 @@ class Driver:
     def _hang(self, what: str, times: float = 1) -> Violation:
         violation = Violation(
             f"{what} within {times * self.waits:g} s: it hangs, or is so slow that `patience` "
-            f"(--patience) must be raised{standing()}"
+            f"(--patience) must be raised{standing()}{self.told()}"
         )
         self.hangs += 1
         # Shrinking would hang again and again, and so may every clause after it.

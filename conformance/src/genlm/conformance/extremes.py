@@ -117,8 +117,8 @@ class ExtremeClauses:
                 check(
                     False,
                     f"{brief(prompt)} with seed {n} draws token {tokens[n]}; with {what} as stop "
-                    f"tokens the draw is not empty. So it is for {len(wrong)} of {len(tokens)} "
-                    f"draws, of the tokens {sorted({tokens[n] for n in wrong})[:12]}",
+                    f"tokens the draw is not empty. This happens in {len(wrong)} of {len(tokens)} "
+                    f"draws, with the tokens {sorted({tokens[n] for n in wrong})[:12]}",
                 )
 
     @advise(

@@ -41,11 +41,14 @@ class FaultClauses:
                     outcomes = live.gather(*zip(*asked, strict=True))
                 for outcome, (context, name) in zip(outcomes, asked, strict=True):
                     if not isinstance(outcome, Exception):
-                        live.expect.row(outcome, context, name, how="in a batch that failed inside")
+                        live.expect.row(
+                            outcome, context, name, how="in a batch in which an evaluation failed"
+                        )
                 # Then the same batch, the base model alone, and both are asked for again.
                 for again in (asked, plain, mixed, mixed[::-1]):
                     live.lm.clear_cache()
-                    how = f"after the engine had failed inside {times}x"
+                    failed = "one evaluation" if times == 1 else "every evaluation"
+                    how = f"after {failed} of a batch had failed inside the engine"
                     live.check_rows(*zip(*again, strict=True), how=how)
 
     @advise("state is kept before it is computed", "error_inside_the_engine", capability="errors")

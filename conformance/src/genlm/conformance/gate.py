@@ -148,7 +148,9 @@ class EngineGate:
             self._inside = False
             self._passes -= 1
         if not released:
-            self.misdeeds.append(f"the suite held it for more than {self._driver.waits:g} s")
+            self.misdeeds.append(
+                f"the suite held a call of the engine for more than {self._driver.waits:g} s"
+            )
 
     def _batch_ended(
         self, hook: str, queries: Sequence[Query], result: Any, error: BaseException | None

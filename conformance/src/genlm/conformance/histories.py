@@ -48,7 +48,7 @@ class HistoryClauses:
         before = {context: live.lm.next_token_logprobs_uncached(context) for context in short}
         longest = [contexts.long(live.longest, variant) for variant in (2, 3)]
         for long in (*longest, longest[0]):
-            live.check_row(long, how="in turn with short ones")
+            live.check_row(long, how="asked for after short contexts")
             for context in short:
                 now = live.lm.next_token_logprobs_uncached(context)
                 what = f"the context {brief(context)} after one of {live.longest} tokens"
@@ -88,7 +88,7 @@ class HistoryClauses:
                 live.expect.same(live.ask(context), cold, how)
         live.model.clear()
         for context in contexts:
-            live.check_row(context, how="with the old weights again")
+            live.check_row(context, how="after the old weights were put back")
 
     @advise(
         "a change of the weights was not undone exactly, such as a merged adapter",
@@ -192,9 +192,10 @@ class GrowthClauses:
                     live.lm.cache_kv(context, lora_name=MOVING)
             except Exception as error:
                 raise Violation(
-                    f"{turn + 1} times a name was bound and contexts of {longest} tokens were "
-                    f"pinned with it; all these pins but {pin} had adapters that are removed, and "
-                    f"one more failed: {error}{self._after_a_clear(live, context)}"
+                    f"a pin of {longest} tokens was rejected: {error}. Before it a name was bound "
+                    f"{turn + 1} times, and {turn * each + pin} contexts were pinned under it; all "
+                    f"but {pin} of these pins belong to adapters that are removed"
+                    f"{self._after_a_clear(live, context)}"
                 ) from error
             if turn % 50 < 2 or turn == times - 1:
                 longer = (*context, contexts.tokens[0])
@@ -209,8 +210,10 @@ class GrowthClauses:
             live.model.clear()
             live.lm.cache_kv(context, lora_name=MOVING)
         except Exception:
-            return "; after clear_kv_cache() it fails too: that does not give pins back, either"
-        return "; after clear_kv_cache() it is taken: removing an adapter does not give pins back"
+            return "; after clear_kv_cache() it fails too: no pin is given back by that, either"
+        return (
+            "; after clear_kv_cache() it is accepted: removing an adapter does not give pins back"
+        )
 
     def _expect_all(self, live: Subject, contexts: list[TokenIds], how: str) -> None:
         live.lm.clear_cache()

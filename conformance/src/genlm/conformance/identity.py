@@ -43,7 +43,8 @@ class IdentityClauses:
             outcomes = live.drive(self._one_leaves(live, context, names, gone))
             who = f"adapter {gone!r}" if gone else "the base model"
             for name, outcome in outcomes.items():
-                what = f"{brief(context)} under {name or 'the base model'!r}"
+                whose = f"adapter {name!r}" if name else "the base model"
+                what = f"{brief(context)} under {whose}"
                 how = f"{what}, while the same context was dropped under {who}"
                 check(
                     not isinstance(outcome, asyncio.CancelledError),

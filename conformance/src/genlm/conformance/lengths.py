@@ -50,7 +50,7 @@ class LengthClauses:
         wrong: dict[int, Violation] = {}
         for length in [most, *order]:
             try:
-                live.check_row(text[:length], how="after others of its prefixes")
+                live.check_row(text[:length], how="after prefixes and extensions of it")
             except Violation as violation:
                 wrong.setdefault(length, violation)
         if wrong:
@@ -71,7 +71,7 @@ class LengthClauses:
         text = contexts.long(most, 1)
         for length in (length for length in lengths if length + 1 in lengths):
             for context in (text[:length], (*text[:length], contexts.tokens[2])):
-                live.check_row(context, how="growing token by token")
+                live.check_row(context, how="as it grows token by token")
 
     @advise(
         "a block is shared although only a part of it is equal",
@@ -152,7 +152,10 @@ class LengthClauses:
         for token_id in contexts.spread:
             key = live.cold((*contexts.stem[:3], token_id)).cpu().numpy().tobytes()
             other = rows.setdefault(key, token_id)
-            check(other == token_id, f"tokens {other} and {token_id} at the end give the same row")
+            check(
+                other == token_id,
+                f"contexts that end in token {other} and in token {token_id} have the same row",
+            )
 
     @advise(
         "padding is found by a token's id instead of by lengths, or the tokenizer's first token "
@@ -170,7 +173,7 @@ class LengthClauses:
                 same = [live.cold(each).equal(live.cold(longer)) for each in (text, again)]
                 check(
                     not any(same),
-                    f"the row of {brief(longer)} is also that of one token {mark} "
+                    f"the row of {brief(longer)} is the same with one token {mark} "
                     f"{'less' if same[0] else 'more'}",
                 )
 
@@ -214,7 +217,7 @@ class LengthClauses:
         for length in sorted({min(length, most) for length in (40, 64, 130, 300)}):
             text = contexts.long(length)
             places = range(0, length, max(1, length // live.scaled(8, 4)))
-            near = {text: "asked", (*text[1::-1], *text[2:]): "with its first tokens exchanged"}
+            near = {text: "asked for", (*text[1::-1], *text[2:]): "with its first tokens exchanged"}
             for at in places:
                 other = next(token for token in contexts.tokens if token != text[at])
                 near[(*text[:at], other, *text[at + 1 :])] = f"with token {at} changed to {other}"
@@ -238,7 +241,9 @@ class LengthClauses:
             if 2 * size <= most:
                 live.model.clear()
                 for context in (first + end, second, second + end, first + end):
-                    live.check_row(context, how="whose end others have behind other beginnings")
+                    live.check_row(
+                        context, how="after contexts with the same end and another beginning"
+                    )
 
     @advise(
         "special tokens or the last ids are treated differently, for instance as padding",
@@ -280,7 +285,7 @@ class LengthClauses:
             began = time.perf_counter()
             live.cold(text)
             seconds = time.perf_counter() - began
-            live.check_row(text, how="extending one that is shorter by two")
+            live.check_row(text, how="extending a context that is two tokens shorter")
             live.looked = length
 
     @advise(
@@ -423,25 +428,29 @@ class ContinuationClauses:
             live.expect.scores(scores, prompt, tokens, places=places, how="a long continuation")
             for longer in (text[:-1], text):
                 after = (*longer, contexts.tokens[1])
-                live.check_row(after, how="going on from what was scored")
+                live.check_row(after, how="extending scored tokens")
         # An engine may return None for the longest draw only, so a shorter one comes before it.
         drawn: list[int] = []
         for n, stops in ((96, False), (live.scaled(200, 140), False), (21, True)):
             prompt = contexts.long(min(9, contexts.limit - 2), 2)
             most = min(n, live.longest, contexts.limit - len(prompt) - 1)
             drawn = drawn[:most] if stops else live.sample(prompt, most, temperature=0.0)
-            check(len(drawn) == most, f"{most} tokens were to be drawn, and {len(drawn)} were")
+            check(len(drawn) == most, f"a draw of {most} tokens has {len(drawn)}")
             # The stop token is the last drawn one, which may come earlier, too.
             if stops:
                 stop = drawn[-1]
                 expected = drawn[: drawn.index(stop)]
                 drawn = live.sample(prompt, most, [stop], temperature=0.0)
-                check(drawn == expected, f"with stop token {stop} {drawn}, without {expected}")
+                check(
+                    drawn == expected,
+                    f"a draw with the stop token {stop} is {drawn}, not {expected}, the tokens "
+                    "before it in the same draw without stop tokens",
+                )
             live.expect.greedy(drawn, prompt, places=_around(len(drawn)))
             for end in (len(drawn), len(drawn) - 1):
                 context = (*prompt, *drawn[: max(end, 0)])
                 for asked in ((*context, contexts.tokens[3]), context):
-                    live.check_row(asked, how="going on from what was drawn")
+                    live.check_row(asked, how="extending drawn tokens")
 
 
 def _around(length: int) -> list[int]:

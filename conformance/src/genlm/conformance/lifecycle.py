@@ -340,11 +340,15 @@ class LifecycleClauses:
         for outcome in waiting:
             check(
                 isinstance(outcome, ModelClosedError),
-                f"pending when the model was closed, it ended in {outcome!r:.200}",
+                f"a request that was pending when the model was closed ended in {outcome!r:.200} "
+                "instead of a ModelClosedError",
             )
-        check(closed is None, f"close() with a request in the engine's hands: {closed!r:.200}")
+        check(
+            closed is None,
+            f"close() failed while the engine computed a request: {closed!r:.200}",
+        )
         if not isinstance(taken, ModelClosedError):
-            live.expect.row(taken, stem[:2], how="in the engine's hands when the model was closed")
+            live.expect.row(taken, stem[:2], how="computed while the model was closed")
 
     @advise("genlm_load does not call genlm.core.options.refuse_unknown")
     def test_unknown_option_is_refused(self, live: Subject) -> None:

@@ -66,7 +66,11 @@ class Oracle:
         return row
 
     def row(
-        self, row: Outcome, token_ids: Sequence[int], adapter: str | None = None, how: str = "asked"
+        self,
+        row: Outcome,
+        token_ids: Sequence[int],
+        adapter: str | None = None,
+        how: str = "asked for",
     ) -> None:
         """Check that ``row`` is the one of this context."""
         what = f"the context {brief(token_ids)}{with_adapter(adapter)}, {how}"
@@ -82,7 +86,7 @@ class Oracle:
 
     def same(self, row: Outcome, expected: torch.Tensor, what: str) -> None:
         """Check that ``row`` is ``expected`` within the tolerance."""
-        row = answered(row, what, self._model.together)
+        row = answered(row, what, f"{self._model.together}{self._before()}")
         if are_identical(row, expected):
             return
         self.deviation = max(self.deviation, deviation(row, expected))
@@ -103,10 +107,10 @@ class Oracle:
         ``how`` the adapter has been named."""
         what = f"{brief(tokens)} after {brief(prompt)}"
         what += f"{with_adapter(adapter)}, {how}" if how else ""
-        answered(scores, what)
+        answered(scores, what, self._before())
         check(
             tuple(scores.shape) == (len(tokens),),
-            f"{what}: shape {tuple(scores.shape)} for {len(tokens)} tokens",
+            f"{what}: the scores have the shape {tuple(scores.shape)}, not ({len(tokens)},)",
         )
         for i in range(len(tokens)) if places is None else places:
             expected = float(self.cold(prompt + tokens[:i], adapter)[tokens[i]])
@@ -139,8 +143,9 @@ class Oracle:
             what = f"{brief(prompt)}{with_adapter(adapter)} {how} draws {brief(drawn)}"
             check(
                 behind <= TOP_FACTOR * self.atol,
-                f"{what}: token {drawn[i]} at {i} is not the most likely one: its log-probability "
-                f"is {behind:.3g} lower{self._before()}",
+                f"{what}: token {drawn[i]}, number {i} of the draw, is not the most likely one: "
+                f"its log-probability is {behind:.3g} lower (tolerance {TOP_FACTOR * self.atol:g})"
+                f"{self._before()}",
             )
 
     def _before(self) -> str:

@@ -150,7 +150,10 @@ class Program:
         given = row.double()
         if not given.allclose(right, rtol=0.0, atol=self.atol, equal_nan=True):
             off = float((given - right).abs().nan_to_num(math.inf).max())
-            raise Violation(f"{query}: {off:.3g} off")
+            raise Violation(
+                f"{query}: a log-probability differs by {off:.3g} from its cold row (tolerance "
+                f"{self.atol:g})"
+            )
 
     def adapter(self) -> tuple[str, str] | None:
         """An adapter to bind now: a name and a folder; ``None`` if there are no adapters."""
@@ -197,7 +200,10 @@ class Program:
             if not self.in_flight:
                 break
             self.advance()
-        check(not self.in_flight, f"{len(self.in_flight)} requests are never answered")
+        check(
+            not self.in_flight,
+            f"{len(self.in_flight)} requests were not answered within {MAX_STEPS} steps",
+        )
         answered, self._answered = self._answered, []
         # The longest comes first: a subclass may learn the rows of all its prefixes on the way.
         for one in sorted(answered, key=lambda one: -query_of(one.request).length):
@@ -291,7 +297,7 @@ class Program:
                 self._go_on(answer)
             else:
                 # A request that is dropped may be answered in the same step.
-                what = f"{query_of(answer.request)} is answered, and is not in flight"
+                what = f"{query_of(answer.request)} was answered, and is not in flight"
                 check(answer.request in dropped, what)
 
     def alone(self, request: Request) -> Any:
@@ -301,7 +307,7 @@ class Program:
             if answers:
                 return answers[0].result
             answers = self._step((), ())
-        raise Violation(f"{query_of(request)} is never answered")
+        raise Violation(f"{query_of(request)} was not answered within {MAX_STEPS} steps, alone")
 
     def some(self) -> list[Query]:
         """Queries for the next step: known contexts extended, forked, cut short or under another
@@ -413,24 +419,30 @@ class Program:
 
     def _compare_score(self, request: ScoreRequest, scores: torch.Tensor) -> None:
         tokens = request.continuation
-        check(len(scores) == len(tokens), f"{len(scores)} scores of {len(tokens)} tokens")
+        check(
+            len(scores) == len(tokens), f"a score of {len(tokens)} tokens has {len(scores)} numbers"
+        )
         for at in self._places(len(tokens)):
             before = request.query.extended(tokens[:at]) if at else request.query
             self.compare_row(before, scores[at : at + 1], slice(tokens[at], tokens[at] + 1))
 
     def _compare_draw(self, request: SampleRequest, drawn: Sequence[int]) -> None:
         query, params = request.query, request.params
-        what = f"{query}: {params} draws {drawn}"
-        check(len(drawn) == params.max_tokens, what)
+        what = f"{query}: a draw with {params} is {drawn}"
+        check(len(drawn) == params.max_tokens, f"{what}, which has {len(drawn)} tokens")
         if params.seed is not None:
             alone = self.alone(SampleRequest(query, params))
-            check(list(drawn) == list(alone), f"{what}; alone it draws {alone}")
+            check(list(drawn) == list(alone), f"{what}; alone it is {alone}")
             return
         for at in self._places(len(drawn)):
             row = self.expected(query.extended(tuple(drawn[:at])) if at else query)
             best = row[: self.width()].max()
             behind = float(best - row[drawn[at]])
-            check(behind <= self.atol, f"{what}: token {at} is {behind:.3g} behind the best")
+            check(
+                behind <= self.atol,
+                f"{what}: token {drawn[at]}, number {at} of the draw, is not the most likely one: "
+                f"its log-probability is {behind:.3g} lower (tolerance {self.atol:g})",
+            )
 
     def _places(self, length: int) -> list[int]:
         return self.source.sample(range(length), min(length, COMPARED_PLACES))

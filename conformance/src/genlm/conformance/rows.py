@@ -49,7 +49,8 @@ class RowClauses:
             # Some tokenizers put a space before the first word.
             check(
                 found.removeprefix(b" ") == text.encode().removeprefix(b" "),
-                f"the tokens of {text[:20]!r}... have the bytes {found[:40]!r}...",
+                f"the tokens of the text {text[:20]!r}... have the bytes {found[:40]!r}... instead "
+                "of the bytes of the text",
             )
 
     @advise(
@@ -63,14 +64,19 @@ class RowClauses:
         @for_all(live, context=live.contexts.any())
         def row_is_normalised(context: TokenIds) -> None:
             rows = {
-                "asked": live.ask(context),
+                "asked for": live.ask(context),
                 "in a batch": live.run(live.lm.batch_next_token_logprobs([context]))[0],
-                "cold": live.cold(context),
+                "computed cold": live.cold(context),
             }
             for way, row in rows.items():
-                check(not bool(row.isnan().any()), f"{way}: the row has nan")
+                what = f"the row of {brief(context)}, {way},"
+                check(not bool(row.isnan().any()), f"{what} has NaN")
                 mass = float(row.detach().double().logsumexp(dim=0))
-                check(abs(mass) <= MAX_LOG_MASS, f"{way}: logsumexp(row) is {mass:.6g}")
+                check(
+                    abs(mass) <= MAX_LOG_MASS,
+                    f"{what} is not normalised: logsumexp(row) is {mass:.6g} instead of 0 "
+                    f"(tolerance {MAX_LOG_MASS:g})",
+                )
 
     @advise(
         "cold queries read state that other requests left",
@@ -133,8 +139,8 @@ class RowClauses:
             if live.lm.supports("genlm_cache_prefix"):
                 check(
                     live.gate.pinned == [True],
-                    f"genlm_cache_prefix returned {live.gate.pinned[0]}; it returns True when the "
-                    "prefix is pinned",
+                    f"genlm_cache_prefix returned {live.gate.pinned[0]}; it must return True when "
+                    "the prefix is pinned",
                 )
             live.run(live.lm.batch_sample(contexts, max_tokens=2, eos_token_ids=[], seed=0))
             live.score(contexts[0], tokens)
@@ -169,9 +175,14 @@ class RowClauses:
             tags = [*range(len(several) - 1), None]
             *found, refused = live.run(asked(several, tags))
             for context, tag, result in zip(several, tags, found, strict=False):
-                what = f"a function of the row of {brief(context)}, given {tag}"
-                check(isinstance(result, tuple), f"{what}, gives {result!r:.200}")
+                what = f"a function of the row of {brief(context)} and of the argument {tag}"
+                check(isinstance(result, tuple), f"{what} gives its caller {result!r:.200}")
                 given, row = result
-                check(given == tag, f"{what}, was called with {given}")
-                live.expect.row(row, context, how="by a function of rows, beside others")
-            check(isinstance(refused, KeyError), f"a function that raises KeyError gives {refused}")
+                check(given == tag, f"{what} was called with the argument {given}")
+                live.expect.row(
+                    row, context, how="in a function of rows, beside other callers' rows"
+                )
+            check(
+                isinstance(refused, KeyError),
+                f"a caller whose function raises a KeyError gets {refused!r:.200} instead of it",
+            )

@@ -52,7 +52,7 @@ class SamplingClauses:
         how = steady(live)
         prompt = live.contexts.stem[:4]
         one, two = (live.sample(prompt, 12, seed=0, temperature=2.0, **how) for _ in range(2))
-        expect_same_draw(one, two, f"{list(prompt)} with seed 0 draws {one}, then {two}")
+        expect_same_draw(one, two, f"{list(prompt)} with seed 0 draws {one}, and then {two}")
 
         @for_all(live, examples=10, prompts=live.contexts.several(most=4), seed=SEEDS)
         @for_each_seed
@@ -60,16 +60,18 @@ class SamplingClauses:
             what = f"{list(prompts[0])} with seed {seed} draws"
             alone = live.sample(prompts[0], 4, seed=seed, **how)
             again = live.sample(prompts[0], 4, seed=seed, **how)
-            expect_same_draw(again, alone, f"{what} {alone}, then {again}")
+            expect_same_draw(again, alone, f"{what} {alone}, and then {again}")
             live.lm.clear_cache()
             first, *_ = live.samples(prompts, 4, seed=seed, **how)
-            expect_same_draw(first, alone, f"{what} {alone} alone and {first} first in a batch")
+            expect_same_draw(
+                first, alone, f"{what} {alone} alone, and {first} as the first of a batch"
+            )
             live.lm.clear_cache()
             last, again = (
                 live.samples([other, prompts[0]], 4, seed=seed, **how)[1]
                 for other in (prompts[1], prompts[-1])
             )
-            beside = f"{last} or {again} second in a batch, beside others"
+            beside = f"{last} as the second of a batch, and {again} behind another first one"
             expect_same_draw(last, again, f"{what} {beside}")
 
     @advise(
@@ -83,7 +85,7 @@ class SamplingClauses:
         for seed in (None, 1):
             drawn = live.samples([prompt] * 4, 6, temperature=100.0, seed=seed)
             what = f"four draws of six tokens in a batch at temperature 100, seed={seed}"
-            check(len(set(map(tuple, drawn))) > 1, f"{what}: all {drawn[0]}")
+            check(len(set(map(tuple, drawn))) > 1, f"{what}, are all equal: {drawn[0]}")
 
     @advise(
         "each token's generator is seeded again, with similar seeds",
@@ -102,8 +104,12 @@ class SamplingClauses:
         draws = [live.lm.sample(prompt, 2, [], seed=i, top_k=2) for i in range(count)]
         drawn = [tuple(ids) for ids in live.run_all(draws)]
         strange = [ids for ids in drawn if ids not in mass]
-        check(len(strange) <= count // 50, f"with top_k=2 some draws are {strange[:3]}")
-        what = f"{count} draws of two tokens after {brief(prompt)}, with seeds from 0"
+        what = f"{count} draws of two tokens after {brief(prompt)}, with seeds from 0 and top_k=2"
+        check(
+            len(strange) <= count // 50,
+            f"{what}: {len(strange)} have other tokens than the two most likely, such as "
+            f"{strange[:3]}",
+        )
         expect_frequencies(what, [ids for ids in drawn if ids in mass], mass)
 
     @advise(
@@ -118,7 +124,10 @@ class SamplingClauses:
         for _ in range(2):
             live.sample(prompt, 4, seed=11)
             free.append(live.sample(prompt, length, temperature=100.0))
-        check(free[0] != free[1], f"after a seeded draw, unseeded ones repeat: {free[0]}")
+        check(
+            free[0] != free[1],
+            f"two unseeded draws, each after a draw with seed 11, are equal: {free[0]}",
+        )
         for _ in range(2):
             beside = [
                 live.lm.sample(prompt, length, [], seed=seed, temperature=100.0)
@@ -127,7 +136,8 @@ class SamplingClauses:
             free += live.run_all(beside)[1:]
         check(
             len(set(map(tuple, free))) == len(free),
-            f"beside a seeded draw, unseeded ones repeat: {list(map(brief, free))}",
+            "unseeded draws after and beside draws with seed 11 are equal: "
+            f"{list(map(brief, free))}",
         )
 
     @advise(
@@ -160,7 +170,8 @@ class SamplingClauses:
             least = float(row.topk(5).values[-1]) - TOP_FACTOR * live.expect.atol
             check(
                 float(row[token_id]) >= least,
-                f"{list(prompt)} with top_k=5 drew token {token_id}, not one of the five",
+                f"{list(prompt)} with top_k=5 draws token {token_id}, which is not one of the five "
+                "most likely",
             )
 
     @advise(
@@ -222,7 +233,8 @@ class SamplingClauses:
                 check(
                     same <= max(8, len(pairs) / 3),
                     f"of {len(drawn)} draws of {length} tokens at temperature 1000, seed={seed}, "
-                    f"{same} of {len(pairs)} tokens are the same as {lag} before",
+                    f"{same} of {len(pairs)} tokens are equal to the token {lag} places before; at "
+                    "most a third may be",
                 )
 
     @advise("the count includes the stop token or the prompt's last token", "draws_of_full_length")
@@ -232,9 +244,12 @@ class SamplingClauses:
         @for_all(live, examples=10, prompt=live.contexts.any(), count=st.integers(0, 4))
         def max_tokens(prompt: TokenIds, count: int) -> None:
             drawn = live.sample(prompt, count, seed=0)
-            check(len(drawn) == count, f"max_tokens={count} gave {len(drawn)} tokens")
+            check(len(drawn) == count, f"a draw with max_tokens={count} has {len(drawn)} tokens")
             known = range(live.contexts.vocab_size)
-            check(all(token_id in known for token_id in drawn), f"{drawn} is not all in {known}")
+            check(
+                all(token_id in known for token_id in drawn),
+                f"a draw has token ids outside {known}: {drawn}",
+            )
 
     @advise(
         "draws use other logits than the rows, or the temperature is applied twice or clamped",
@@ -278,7 +293,7 @@ class SamplingClauses:
             what = f"{count} draws after {brief(prompt)}{with_options(options)}"
             for ids in drawn:
                 is_left = len(ids) == 1 and (bool(mass[ids[0]] > 0) or ids[0] in unsure)
-                check(is_left, f"{what}: {ids} is not among the tokens that are left")
+                check(is_left, f"{what}: one is {ids}, which these options exclude")
             # Rounding decides whether the unsure tokens are left, so only the others are compared.
             sure = mass.clone()
             sure[list(unsure)] = 0.0
@@ -287,7 +302,7 @@ class SamplingClauses:
             among = [ids for ids in drawn if ids[0] not in unsure]
             check(
                 bool(among) or float(sure.sum()) < 0.1,
-                f"{what}: no draw is among the tokens that are left for sure",
+                f"{what}: none is among the tokens that these options leave",
             )
             if among:
                 expect_frequencies(what, among, single_tokens(sure / sure.sum()))
@@ -314,8 +329,10 @@ class SamplingClauses:
             others = [token for token in live.contexts.plain[:40] if token not in free][:3]
             stopped = live.sample(prompt, 6, [*others, *stops], seed=seed, **how)
             first = min(free.index(stop) for stop in stops)
-            what = f"{brief(prompt)} with seed {seed} draws {free}, with stop tokens"
-            found = f"{what} {sorted({*stops, *others})} {stopped}"
+            found = (
+                f"{brief(prompt)} with seed {seed} draws {free}; with the stop tokens "
+                f"{sorted({*stops, *others})} it draws {stopped} instead of {free[:first]}"
+            )
             expect_same_draw(stopped, free[:first], found)
 
     @advise(

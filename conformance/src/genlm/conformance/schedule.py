@@ -390,7 +390,7 @@ class Performance:
             and (one is chosen or (event.all and chosen and one.arrival is chosen.arrival))
         ]
         if not leaving:
-            return "somebody leaves who has been answered"
+            return "no caller leaves: those who were to leave have been answered"
         for one in leaving:
             one.left = True
             one.task.cancel()

@@ -131,7 +131,7 @@ class ScheduledDraw:
         return evolve(self, stops=(*never, stop), expected=drawn[: drawn.index(stop)])
 
     def compare(self, live: Subject, outcome: Outcome, owner: str | None) -> None:
-        drawn = tuple(answered(outcome, "no tokens"))
+        drawn = tuple(answered(outcome, "no tokens were drawn"))
         if drawn == self.expected:
             return
         message = f"it draws {list(drawn)}; alone it draws {list(self.expected)}"

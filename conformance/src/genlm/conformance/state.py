@@ -27,7 +27,10 @@ class StateClauses:
         @for_all(live, contexts=live.contexts.several())
         def batch_answers_in_order(contexts: list[TokenIds]) -> None:
             rows = live.run(live.lm.batch_next_token_logprobs(contexts))
-            check(len(rows) == len(contexts), f"{len(rows)} rows for {len(contexts)} contexts")
+            check(
+                len(rows) == len(contexts),
+                f"a batch of {len(contexts)} contexts has {len(rows)} rows",
+            )
             live.expect.rows(rows, contexts, how=f"in a batch of {len(contexts)}")
             live.lm.clear_cache()
             live.check_rows(contexts, how=f"gathered with {len(contexts) - 1} others")
@@ -53,7 +56,8 @@ class StateClauses:
         nothing = live.run(live.lm.batch_next_token_logprobs([]))
         check(
             tuple(nothing.shape) == (0, len(live.lm.byte_vocab)),
-            f"no contexts give shape {tuple(nothing.shape)}",
+            f"the rows of an empty batch have the shape {tuple(nothing.shape)}, not "
+            f"(0, {len(live.lm.byte_vocab)})",
         )
 
     @advise(
@@ -77,7 +81,9 @@ class StateClauses:
             for prefix in prefixes if pinned else []:
                 live.lm.cache_kv(prefix)
             contexts = [prefix + tail for prefix in prefixes]
-            live.check_rows(contexts, how="together with others of the same tail")
+            live.check_rows(
+                contexts, how="asked together with contexts that end in the same tokens"
+            )
 
     @advise(
         "kept state belongs to other tokens, or is read in another precision",
@@ -92,10 +98,10 @@ class StateClauses:
         def warm_row_equals_cold_row(contexts: list[TokenIds]) -> None:
             for context in contexts:
                 live.check_row(context, how="asked for the first time")
-                live.check_row(context, how="asked again")
+                live.check_row(context, how="asked for again")
             live.lm.clear_cache()
             for context in contexts:
-                live.check_row(context, how="asked again without the row cache")
+                live.check_row(context, how="asked for again without the row cache")
 
     @advise(
         "the position of a new token is not the number of tokens before it, or state of too "
@@ -129,7 +135,7 @@ class StateClauses:
         def forked_contexts(stem: TokenIds, tails: list[TokenIds]) -> None:
             live.check_row(stem)
             for tail in tails:
-                live.check_row(stem + tail, how="forked from a stem that was asked")
+                live.check_row(stem + tail, how="forked from a context that was asked for before")
             live.lm.clear_cache()
             live.check_row(stem, how="after others had forked from it")
 

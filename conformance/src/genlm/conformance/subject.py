@@ -225,7 +225,7 @@ class Subject(Driver):
             raise raised(error, what(), self.told()) from error
 
     def check_row(
-        self, token_ids: Sequence[int], adapter: str | None = None, how: str = "asked"
+        self, token_ids: Sequence[int], adapter: str | None = None, how: str = "asked for"
     ) -> None:
         """Ask for the row of a context, and check that it is the one of this context."""
         self.expect.row(self.ask(token_ids, adapter), token_ids, adapter, how)
