@@ -75,6 +75,18 @@ def test_an_extension_runs_a_hundred_lines_of_our_python(engine):
     assert 60 < (counts[1] - counts[0]) / 8 <= 125
 
 
+def test_a_fork_runs_two_hundred_lines_of_our_python(engine):
+    """Its source is the session that another request of the step extends."""
+    counts = []
+    for n in (3, 7):
+        queries = [Query(text(seed, 8)) for seed in range(n)]
+        engine.ask(*queries)
+        forks = [query.extended((token,)) for query in queries for token in (7, 8)]
+        counts.append(our_lines(engine, forks))
+        engine.genlm_clear_kv_cache()
+    assert 100 < (counts[1] - counts[0]) / 4 - 100 <= 220
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_random_programs_in_a_small_cache(engine, seed):
     random_program(engine, random.Random(seed)).run(40)

@@ -29,7 +29,8 @@ def session(
 ) -> VllmRequest:
     query, most = Query(ids, adapter), len(ids) - 1
     size = footprint(len(ids))
-    return VllmRequest(query, query, request_id, size, most if shareable is None else shareable)
+    shared = most if shareable is None else shareable
+    return VllmRequest(query, query, size, shared, request_id=request_id)
 
 
 def made(limit: int, capacity: int = CAPACITY, places: int = 0) -> Sessions:
@@ -82,6 +83,19 @@ def test_shorter_session_is_left_for_a_fork_of_the_one_just_taken():
     assert sessions.take(Query((1, 5, 6))).prompt == Query((1, 5))
     sessions.settle()
     assert sessions.take(Query((1, 2, 3, 4))).prompt == Query((1,))
+
+
+def test_a_taken_session_that_is_given_up_leaves_nothing():
+    sessions = made(3)
+    for ids in ((1,), (1, 2)):
+        new = session(*ids, request_id=str(ids))
+        sessions.usage.add(new)
+        sessions.park(new)
+    for longest in ((1, 2), (1,)):  # of a session that is no longer there, nothing is forked
+        taken = sessions.take(Query((1, 2, 3)))
+        assert sessions.give_up_taken(taken).prompt == Query(longest)
+    assert sessions.take(Query((1, 2, 3))) is None
+    assert (len(sessions), sessions.usage.tokens) == (0, 0)
 
 
 def test_shared_tokens_of_pins_count_once():

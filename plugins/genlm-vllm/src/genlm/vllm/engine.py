@@ -13,7 +13,7 @@ from genlm.core.checks import describe_error
 from genlm.core.errors import EngineDeadError, EngineError, InvalidOptionError, UnsupportedError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.logs import get_logger
-from genlm.core.types import Answer, Query, Request, SampleRequest, ScoreRequest, query_of
+from genlm.core.types import Answer, Query, Request, SampleRequest, ScoreRequest
 from genlm.kit.memory import lower
 from genlm.vllm.in_flight import RequestsInFlight
 from genlm.vllm.internals import EngineCore
@@ -90,16 +90,15 @@ class VllmEngine:
     ) -> list[Answer]:
         """Hand new requests to vLLM; those that it cannot serve are answered with ``None``."""
         cheaper = set(self._cheaper_as_requests(scores)) if scores else ()
-        native: list[Request] = [*queries]
         declined = []
+        for query in queries:
+            self._launch(self._row_of(query))
         others: list[SampleRequest | ScoreRequest] = [*samples, *scores]
         for request in others:
             if self._is_native(request, cheaper):
-                native.append(request)
+                self._launch(self._prepared(request))
             else:
                 declined.append(Answer(request, None))
-        for each in native:
-            self._launch(self._prepared(each))
         self._sessions.settle()
         return declined
 
@@ -124,30 +123,32 @@ class VllmEngine:
             return request in scores
         return self._hides_padding and vllm_draws(request, self._core)
 
-    def _prepared(self, request: Request) -> VllmRequest:
-        drawn, resumable, prompt = 1, self.live, query_of(request)
-        length = prompt.length
-        shareable = 0 if prompt.cold else length - 1
-        match request:
-            case SampleRequest(_, params):
-                drawn, resumable = params.max_tokens, False
-            case ScoreRequest():
-                prompt, shareable = scored(request), shareable if self._core.forks else 0
-                length = prompt.length
-        resumable &= not prompt.cold
-        tokens = self._core.footprint(length + drawn - 1)
-        number = f"genlm-{next(self._numbers)}"
-        return VllmRequest(request, prompt, number, tokens, shareable, resumable)
+    def _row_of(self, query: Query) -> VllmRequest:
+        """The request of a row. A cold one neither shares state nor leaves any."""
+        is_warm, tokens = not query.cold, self._core.footprint(query.length)
+        shareable = query.length - 1 if is_warm else 0
+        return VllmRequest(query, query, tokens, shareable, self.live and is_warm)
+
+    def _prepared(self, request: SampleRequest | ScoreRequest) -> VllmRequest:
+        """The request of a draw or a score."""
+        shareable = request.query.length - 1
+        if isinstance(request, SampleRequest):
+            tokens = self._core.footprint(shareable + request.params.max_tokens)
+            return VllmRequest(request, request.query, tokens, shareable)
+        prompt, shareable = scored(request), shareable if self._core.forks else 0
+        return VllmRequest(
+            request, prompt, self._core.footprint(prompt.length), shareable, self.live
+        )
 
     def _launch(self, request: VllmRequest, *, pinned: bool = False) -> None:
         """Hand a request to vLLM: continue a live session, or start a new one."""
         prompt, extends = request.prompt, isinstance(request.request, Query) and not pinned
         session = self._sessions.take(prompt) if request.resumable and extends else None
-        if session is not None and self._core.is_async and not self._core.can_extend(session):
-            self._sessions.usage.remove(session)
-            self._release([session])
+        if session is not None and not self._core.can_extend(session):
+            self._release([self._sessions.give_up_taken(session)])
             session = None
         if session is None:
+            request.request_id = f"genlm-{next(self._numbers)}"
             request.params = self._params(request)
             # A cold query has a cache salt of its own, so that vLLM finds no state for it.
             salt = f"cold-{request.request_id}" if prompt.cold else None
@@ -165,7 +166,9 @@ class VllmEngine:
             case ScoreRequest() as score:
                 key, by_id = request.request_id, self._core.scores_by_id
                 return score_params(key, score, request.shareable, by_id=by_id)
-        return row_params(request.request_id)
+        parent = self._sessions.taken_parent(request.prompt)
+        source = None if parent is None else parent.request_id
+        return row_params(request.request_id, source)
 
     def _answers(self, finished: Sequence[VllmRequest]) -> list[Answer]:
         ids = [each.request_id for each in finished if each.wants_row]
@@ -220,7 +223,7 @@ class VllmEngine:
                 "engine_opts"
             )
         if not self._sessions.is_pinned(query):
-            request = self._prepared(query)
+            request = self._row_of(query)
             self._sessions.check_room_for_pin(request)
             with self._all_or_nothing():
                 self._pin(request)

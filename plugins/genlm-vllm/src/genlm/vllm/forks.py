@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from genlm.core.logs import get_logger
 from genlm.kit.new_requests import tokens_per_forward
-from genlm.vllm.new_requests import NewRequests, is_text, readable
+from genlm.vllm.new_requests import NewRequests, is_text, readable, wishes_of
 
 log = get_logger()
 
@@ -40,6 +40,10 @@ REQUEST_NAMES = (
     "sampling_params",
 )  # fmt: skip
 SIGNATURES = (["request"], ["request", "max_cache_hit_length"])  # of vLLM up to 0.32, and of 0.33
+
+#: A key of ``SamplingParams.extra_args``. Its value is the id of a request that is likely to have
+#: all tokens that a fork may take over, so that no other is looked for.
+SOURCE_KEY = "genlm_source"
 
 #: The attribute of a scheduler that holds its forks.
 MARK = "genlm_forks"
@@ -126,10 +130,12 @@ class Forks:
         """The live request that shares the most tokens beyond the ``known`` ones, which are full
         blocks; and how many tokens it shares, including these."""
         full = known // self._size
-        if full not in self._sources:
-            self._sources[full] = self._sources_behind(full)
         # A further full block would have been found, or must not be taken over.
         ours = request.all_token_ids[known : min(readable(request), known + self._size - 1)]
+        if (named := self._named_source(request, full, ours)) is not None:
+            return named, known + len(ours)
+        if full not in self._sources:
+            self._sources[full] = self._sources_behind(full)
         sources = self._sources[full].get(_beginning(request, full), [])
         # In a sorted list, the sequences with the longest common prefix are neighbours.
         at = bisect.bisect(sources, (ours,))
@@ -138,6 +144,18 @@ class Forks:
         ]
         shared, source = max(near, default=(0, ""))
         return (source, known + shared) if shared else (None, known)
+
+    def _named_source(self, request: Any, full: int, ours: list[int]) -> str | None:
+        """The source that a request names, if it has computed ``ours`` behind the same ``full``
+        blocks."""
+        named: str = wishes_of(request).get(SOURCE_KEY, "")
+        source = self._requests.get(named)
+        if source is None or named in self._admitted or not ours:
+            return None
+        known = full * self._size
+        theirs = source.all_token_ids[known : min(source.num_computed_tokens, known + len(ours))]
+        agrees = theirs == ours and _beginning(source, full) == _beginning(request, full)
+        return named if agrees else None
 
     def _sources_behind(self, full: int) -> Sources:
         """The tokens that each live request has computed in the block after ``full`` blocks.

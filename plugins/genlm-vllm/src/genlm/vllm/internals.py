@@ -124,8 +124,6 @@ class EngineCore:
         )
         self._scores = attrgetter(SCORES_BY_ID if self.scores_by_id else SCORES)
         self.vocab_size: int = _require(config, "model_config.get_vocab_size")()
-        #: Whether vLLM plans a step before the last one has ended.
-        self.is_async = bool(_require(config, "scheduler_config.async_scheduling"))
         self.max_num_seqs: int = _require(config, "scheduler_config.max_num_seqs")
         limits = _require(config, "scheduler_config")
         tokens = _require(limits, "max_num_batched_tokens")

@@ -82,9 +82,13 @@ class NewRequests:
 
 def readable(request: Any) -> int:
     """The most leading tokens that a request may take over from others."""
-    wishes = getattr(request.sampling_params, "extra_args", None) or {}
-    most: int = wishes.get(READS_KEY, request.num_tokens - 1)
+    most: int = wishes_of(request).get(READS_KEY, request.num_tokens - 1)
     return most
+
+
+def wishes_of(request: Any) -> dict[str, Any]:
+    """The arguments for the plugin that a request's sampling parameters have."""
+    return getattr(request.sampling_params, "extra_args", None) or {}
 
 
 def is_text(request: Any) -> bool:

@@ -37,11 +37,12 @@ class VllmRequest:
         request: As the core admitted it.
         prompt: The tokens that vLLM computes: the context and, for a score, the continuation
             without its last token.
-        request_id: The request's id in vLLM, under which its row is captured.
         tokens: The most tokens that the request takes in the KV cache, including those that it may
             still draw.
         shareable: How many leading tokens vLLM may take over from other requests.
         resumable: Whether vLLM keeps the finished request for more tokens.
+        request_id: The request's id in vLLM, under which its row is captured. It gets one when it
+            is handed over: a new one, or that of the session that it continues.
         length: The length of the prompt, in tokens.
         params: vLLM's sampling parameters.
         drawn: The tokens drawn so far.
@@ -52,10 +53,10 @@ class VllmRequest:
 
     request: Request
     prompt: Query
-    request_id: str
     tokens: int
     shareable: int
     resumable: bool = False
+    request_id: str = ""
     length: int = field(init=False)
     params: Any = field(init=False, default=None)
     drawn: list[int] = field(init=False, factory=list)

@@ -27,6 +27,10 @@ from genlm.vllm.runner_tokens import RunnerTokens, runner_tokens
 
 log = get_logger()
 
+CORE_NAMES = (
+    "scheduler", "vllm_config.parallel_config.world_size",
+    "vllm_config.scheduler_config.async_scheduling",
+)  # fmt: skip
 SCHEDULER_NAMES = (
     "requests", "running", "connector", "_update_request_with_output",
     "kv_cache_config.kv_cache_groups",
@@ -122,6 +126,8 @@ def _unsuited(engine_core: Any, adapters: int) -> str | None:
 
     if engine_core is None:
         return "the engine core is in a process of its own"
+    if missing := absent_names(engine_core, *CORE_NAMES):
+        return f"this vLLM has no {', '.join(missing)}"
     scheduler, config = engine_core.scheduler, engine_core.vllm_config
     if config.parallel_config.world_size > 1:
         return "the model is in several processes"

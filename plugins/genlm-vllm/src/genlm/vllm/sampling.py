@@ -11,6 +11,7 @@ import numpy as np
 
 from genlm.core.types import SampleRequest, SamplingParams, ScoreRequest
 from genlm.vllm.capture import ROW_KEY
+from genlm.vllm.forks import SOURCE_KEY
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.new_requests import READS_KEY
 
@@ -24,14 +25,18 @@ SEEDS = 1 << 63
 NO_DRAW: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "seed": 0}
 
 
-def row_params(key: str) -> Any:
+def row_params(key: str, source: str | None = None) -> Any:
     """The parameters of a next-token row, captured under ``key``.
 
     vLLM must draw a token too; the likeliest one is the cheapest.
+
+    Args:
+        key: The key of the row.
+        source: The id of a request of which this one is likely a fork.
     """
     # This skips vLLM's check of new parameters, which takes as long as a short step.
     params = copy.copy(_any_row())
-    params.extra_args = {ROW_KEY: key}
+    params.extra_args = {ROW_KEY: key} if source is None else {ROW_KEY: key, SOURCE_KEY: source}
     return params
 
 

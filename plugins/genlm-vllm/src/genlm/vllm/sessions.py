@@ -88,6 +88,17 @@ class Sessions:
                 return session
         return None
 
+    def taken_parent(self, query: Query) -> VllmRequest | None:
+        """The session that has just been taken and has the context that ``query`` is known to
+        extend. The query is then a fork of it."""
+        return self._taken.get((query.adapter, query.context.parent_hash))
+
+    def give_up_taken(self, session: VllmRequest) -> VllmRequest:
+        """Note that a session that :meth:`take` returned is released after all, so that nothing can
+        be forked from it. Returns the session."""
+        del self._taken[_key(session)]
+        return self._end(session)
+
     def settle(self) -> None:
         """Note that the taken sessions continue as longer contexts, so that they can no longer be
         forked at their former ends."""
@@ -171,9 +182,13 @@ class Sessions:
         return released
 
     def _give_up(self, session: VllmRequest) -> VllmRequest:
+        del self._idle[_key(session)]
+        return self._end(session)
+
+    def _end(self, session: VllmRequest) -> VllmRequest:
         self.usage.remove(session)
         self._lengths[session.length] -= 1
-        return self._idle.pop(_key(session))
+        return session
 
 
 def _key(session: VllmRequest) -> tuple[Adapter | None, int]:
