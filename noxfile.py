@@ -255,7 +255,8 @@ def check_plugin(
         session.skip(f"genlm-{name} is tested where {where}; this machine is different")
     environment = environment_of(session, name, recipe)
     session.env["GENLM_TEST_MODEL"] = real_model(session, environment)
-    environment.run("pytest", str(tests), *options, *session.posargs)
+    # `python -m` finds the plugins of pytest that tools/ has.
+    environment.run("python", "-m", "pytest", str(tests), *options, *session.posargs)
 
 
 @nox.session
