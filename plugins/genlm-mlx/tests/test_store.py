@@ -468,11 +468,48 @@ def test_a_nan_row_or_score_is_an_error_however_many_rows_were_right_before(
         embedding = lm.underlying_model.model.embed_tokens
         embedding.weight = embedding.weight.at[99].add(mx.array(float("nan")))
         mx.eval(embedding.weight)  # in this thread, where it was made
+        of_row, of_score = (
+            r"the context \[5, 99\]",
+            r"position 1, or of a later one, of \[5, 99, 3\]",
+        )
+        for ask, whose in (
+            (lambda: lm.next_token_logprobs_sync([5, 99]), of_row),
+            (lambda: lm.sequence_logprobs_sync([5], [99, 3]), of_score),
+            (lambda: lm.sample_sync([5, 99], 2), of_row),
+            (lambda: lm.cache_kv([5, 99]), of_row),
+        ):
+            said = rf"row is NaN in float32 for .*{whose}.* among its weights"
+            with pytest.raises(EngineError, match=said):
+                ask()
+        lm.cache_kv([5, 6])
+        assert lm.next_token_logprobs_sync([5, 6]).exp().sum() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("family", ["mamba", "lfm2"])
+def test_a_prompt_with_a_nan_row_is_not_pinned_in_blocks(folders: Folders, family: str) -> None:
+    engine = load(str(folders(family)), {})
+    assert isinstance(engine.store, Blocks)
+    inner = engine.model.backbone if family == "mamba" else engine.model.model
+    embedding = inner.embeddings if family == "mamba" else inner.embed_tokens
+    right = embedding.weight
+    embedding.weight = right.at[99].add(mx.array(float("nan")))
+    with pytest.raises(EngineError, match="row is NaN"):
+        engine.genlm_cache_prefix(Query((5, 99, 6)))
+    embedding.weight = right
+    assert engine.genlm_cache_prefix(Query((5, 99, 6)))
+    assert not engine.logprobs([Query((5, 99, 6, 7))]).isnan().any()
+
+
+def test_weights_of_another_thread_must_be_evaluated_there(folders: Folders) -> None:
+    with AsyncMlxLM.from_name(str(folders("llama"))) as lm:
+        embedding = lm.underlying_model.model.embed_tokens
+        embedding.weight = embedding.weight.at[99].add(mx.array(1.0))
         for ask in (
             lambda: lm.next_token_logprobs_sync([5, 99]),
             lambda: lm.sequence_logprobs_sync([5], [99, 3]),
-            lambda: lm.sample_sync([5, 99], 2),
+            lambda: lm.cache_kv([5, 99]),
         ):
-            with pytest.raises(EngineError, match=r"row is NaN in float32 .* among its weights"):
+            with pytest.raises(EngineError, match=r"another thread.*mx\.eval\(model\.parameters"):
                 ask()
-        assert lm.next_token_logprobs_sync([5, 6]).exp().sum() == pytest.approx(1.0)
+        mx.eval(lm.underlying_model.parameters())
+        assert lm.next_token_logprobs_sync([5, 99]).exp().sum() == pytest.approx(1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -25,11 +25,17 @@ from genlm.hf.budget import budget
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.hooks import ForeignHooks
 from genlm.hf.options import HFOptions
-from genlm.hf.overflow import is_looked_for, nan_error, with_errors
 from genlm.hf.patterns import attention_window, layer_patterns
 from genlm.hf.pool import SlotPool
 from genlm.hf.positions import longest_context
-from genlm.hf.probe import MAX_NOISE_NATS, NOISE_MULTIPLE, apart, choose_reuse, noise_of
+from genlm.hf.probe import (
+    MAX_NOISE_NATS,
+    NOISE_MULTIPLE,
+    apart,
+    choose_reuse,
+    nan_errors,
+    noise_of,
+)
 from genlm.hf.proof import BaseRow
 from genlm.hf.reuse import Choice, ReuseMode
 from genlm.hf.runner import Runner, served_model
@@ -41,6 +47,7 @@ from genlm.kit.kv.scored import scored_sequences
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.memory import is_out_of_memory, lower
 from genlm.kit.model_files import ids_of
+from genlm.kit.nan_rows import NanErrors, is_looked_for
 
 log = get_logger()
 
@@ -72,8 +79,8 @@ class HFEngine:
         self._refuse(model)
         self.lacking: dict[str, str] = {}
         self._describe(model, tokenizer)
-        self._dtype: torch.dtype = model.dtype
-        self._looks_for_nan = is_looked_for(model.device, model.dtype)
+        looks = is_looked_for(model.device.type, str(model.dtype))
+        self._nan: NanErrors | None = nan_errors(model) if looks else None
         self._training = [module for module in model.modules() if module.training]
         self._original_attention = attention_of(model.config)
         use_attention_with_caps(model)
@@ -192,7 +199,7 @@ class HFEngine:
             self._schedule.drop(set(dropped))
         if queries and queries[0].cold:
             rows = self._rows([_sequence(queries[0])], cold=True)
-            return [*map(Answer, queries, self._with_nan_errors(queries, rows))]
+            return self._row_answers(queries, rows)
         self._schedule.add({TokenSequence(one.context, one.adapter): one for one in queries})
         if not self._schedule:
             return []
@@ -202,14 +209,11 @@ class HFEngine:
         except BaseException:
             self._schedule.clear()
             raise
-        asked = [*step.answered.values()]
-        return [*map(Answer, asked, self._with_nan_errors(asked, rows))]
+        return self._row_answers([*step.answered.values()], rows)
 
-    def _with_nan_errors(
-        self, queries: Sequence[Query], given: torch.Tensor | Sequence[torch.Tensor]
-    ) -> Iterable[Any]:
-        """Rows or scores, with an error in place of each NaN one if the engine looks for NaN."""
-        return with_errors(queries, given, self._dtype) if self._looks_for_nan else given
+    def _row_answers(self, queries: Sequence[Query], rows: torch.Tensor) -> list[Answer]:
+        """The rows as answers. If the engine looks for NaN, rows that are NaN become errors."""
+        return [*map(Answer, queries, self._nan.in_rows(queries, rows) if self._nan else rows)]
 
     def _cold(self, sequence: TokenSequence) -> torch.Tensor:
         """The cold row of a sequence, including the padding tokens of the vocabulary."""
@@ -284,7 +288,7 @@ class HFEngine:
     @hookimpl
     def genlm_sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]], width: int
-    ) -> Sequence[torch.Tensor]:
+    ) -> Sequence[torch.Tensor | EngineError]:
         """Each pair is one sequence. Only the logits of the continuation's positions are made, and
         each forward's logits are reduced to scores at once."""
         self._heed_hooks()
@@ -298,7 +302,8 @@ class HFEngine:
         with closing(self._evaluator.run(scores.pieces)) as results:
             for result in results:
                 scores.add(result)
-        return [*self._with_nan_errors(queries, scores.whole)]
+        found = scores.whole
+        return self._nan.in_scores(queries, continuations, found) if self._nan else found
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
@@ -312,7 +317,7 @@ class HFEngine:
         if self._evaluator.keeps(sequence.length):
             nan = [bool(each.nan.any()) for each in self._evaluator.run([sequence])]
             if any(nan):
-                raise nan_error(query, self._dtype)
+                raise nan_errors(self.model).of_row(query)
             if self._strategy.pin(sequence):
                 return True
         raise EngineError(

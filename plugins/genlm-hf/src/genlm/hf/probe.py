@@ -15,7 +15,6 @@ from genlm.core.logs import get_logger
 from genlm.core.types import Adapter
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import SLOT_ATTENTION, attention_of
-from genlm.hf.overflow import remedy
 from genlm.hf.patterns import layer_patterns, reuse_limit
 from genlm.hf.pool import SlotPool
 from genlm.hf.positions import rope_scalings
@@ -23,6 +22,7 @@ from genlm.hf.reuse import Choice, ReuseMode
 from genlm.hf.runner import Runner
 from genlm.hf.trials import TRIALS, Trial, ragged, static
 from genlm.kit.memory import is_out_of_memory
+from genlm.kit.nan_rows import NanErrors
 from genlm.kit.scaled_copy import TOKENS, Threshold, small_model, thresholds
 
 logger = get_logger()
@@ -100,7 +100,8 @@ def choose_reuse(
     original = attention_of(model.config)
     expected = plain_rows(runner, contexts)
     if expected.isnan().any():
-        raise EngineError(f"the rows of this model are NaN in {model.dtype}; {remedy(model.dtype)}")
+        remedy = nan_errors(model).remedy
+        raise EngineError(f"the rows of this model are NaN in {model.dtype}; {remedy}")
     tolerance = _tolerance(model, runner, contexts, expected)
     if is_quantised(model):
         tolerance = max(tolerance, MOVED_MARGIN * _moved(model, runner, contexts, expected))
@@ -145,6 +146,11 @@ def choose_reuse(
         runner.pool.forget_layers()
     logger.info("kv.no_reuse_mode", rejected=reasons)
     raise _not_causal(model)
+
+
+def nan_errors(model: Any) -> NanErrors:
+    """The errors for rows of a model that are NaN."""
+    return NanErrors(str(model.dtype), "load it with dtype='bfloat16' or 'float32'")
 
 
 def _not_causal(model: Any) -> EngineError:

@@ -128,17 +128,19 @@ class Blocks:
             branch.settle()
         return branch.cache, reused - 1
 
-    def pin(self, query: Query) -> None:
-        """Compute a context if necessary, and keep it until it is dropped."""
-        key = key_of(query)
+    def pin(self, query: Query) -> bool:
+        """Compute a context if necessary, and keep it until it is dropped; ``False`` if its row is
+        NaN, so that its state is not kept."""
+        key, is_nan = key_of(query), False
         if key not in self._index:
-            self.logits([query])
+            is_nan = bool(mx.isnan(self.logits([query])[0, 0]))
         place = self._index.get(key)
         if place is not None and not place.block.pinned:
             pinned, *_ = self._replace(
                 place.block, [[place.number], sorted(place.block.living - {place.number})]
             )
             pinned.pinned = True
+        return not is_nan
 
     def drop(self, version: int) -> None:
         """Drop every sequence of an adapter."""

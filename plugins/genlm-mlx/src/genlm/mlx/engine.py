@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 
 import mlx.core as mx
 from genlm.core import Adapter, Answer, EngineError, Query, hookimpl
+from genlm.core.checks import describe_error
+from genlm.core.errors import GenlmError
 from genlm.kit.adapter_files import AdapterFolder
 from genlm.kit.kv.scored import ScoredRows, scored_sequences
 from genlm.kit.memory import lower
+from genlm.kit.nan_rows import NanErrors
 from genlm.mlx.adapters import Adapters, read_folder
 from genlm.mlx.blocks import MIN_SHARED_TOKENS, Blocks
 from genlm.mlx.folders import MlxFolder
@@ -30,7 +34,28 @@ MAX_TOKENS_SCORED_TOGETHER = 128
 #: continuation, the most continuations at once, since a state may be large.
 ROWS, STATES = 512, 32
 
-LOWER = lower("prefill_step_size or kv_cache_bytes")
+#: What makes a model of a wider range than float16.
+WIDER = "mlx_lm.convert --dtype bfloat16 writes a model of a wider range"
+
+#: In MLX's error for an array that another thread has made and not evaluated.
+OF_ANOTHER_THREAD = "in current thread"
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """In the block, errors of MLX say what to do if memory runs out, or if weights cannot be
+    computed here."""
+    try:
+        with lower("prefill_step_size or kv_cache_bytes"):
+            yield
+    except RuntimeError as error:
+        if isinstance(error, GenlmError) or OF_ANOTHER_THREAD not in str(error):
+            raise
+        raise EngineError(
+            "weights of the model were changed in another thread, and not evaluated there; MLX "
+            f"evaluates an array only in the thread that made it ({describe_error(error)}); call "
+            "mx.eval(model.parameters()) in that thread, and ask again"
+        ) from error
 
 
 class MlxEngine:
@@ -64,6 +89,7 @@ class MlxEngine:
         self.eos_token_ids = eos_token_ids
         self.store = store
         self.dtype = _dtype(model)
+        self._nan = NanErrors(self.dtype, WIDER, spreads=True)
         self._runner = runner
         self._waiting: list[Query] = []
         self._chunked: Query | None = None  # the chunk of the last step
@@ -72,7 +98,7 @@ class MlxEngine:
     # --- rows -------------------------------------------------------------------------------------
 
     @hookimpl
-    @LOWER
+    @explained()
     def genlm_step(
         self, queries: Sequence[Query], dropped: Sequence[Query], width: int
     ) -> list[Answer]:
@@ -96,20 +122,7 @@ class MlxEngine:
         asked = now if oldest is None else [*dict.fromkeys([*now, oldest])]
         rows = self.logprobs(asked)[: len(now)] if asked else torch.empty(0)
         self._waiting, self._chunked = list(chunks), oldest
-        # One value is enough: if a row has a NaN, all of it is NaN.
-        broken = rows[:, 0].isnan().tolist() if now else []
-        return [
-            Answer(query, self._nan_error(query) if nan else row)
-            for query, row, nan in zip(now, rows, broken, strict=True)
-        ]
-
-    def _nan_error(self, query: Query) -> EngineError:
-        """The error for a request whose row or score is NaN, so that none passes as a result."""
-        wider = "mlx_lm.convert --dtype bfloat16 writes a model of a wider range, or "
-        return EngineError(
-            f"the model's row is NaN in {self.dtype} for {query}; "
-            f"{wider if self.dtype == 'float16' else ''}look for NaN among its weights"
-        )
+        return [*map(Answer, now, self._nan.in_rows(now, rows))]
 
     def _chunk(self, query: Query) -> Query | None:
         """The first part of a query to compute; ``None`` if all of it fits into a chunk.
@@ -142,7 +155,7 @@ class MlxEngine:
         return rows
 
     @hookimpl
-    @LOWER
+    @explained()
     def genlm_sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]], width: int
     ) -> Sequence[torch.Tensor | EngineError]:
@@ -159,10 +172,7 @@ class MlxEngine:
             scores[at] if at in scores else self._score(query, tuple(continuations[at]), width)
             for at, query in enumerate(queries)
         ]
-        return [
-            self._nan_error(query) if one.isnan().any() else one
-            for query, one in zip(queries, found, strict=True)
-        ]
+        return self._nan.in_scores(queries, continuations, found)
 
     def _score(self, query: Query, continuation: tuple[int, ...], width: int) -> torch.Tensor:
         """One pass over the new tokens of the context and over the continuation. If the context has
@@ -185,9 +195,11 @@ class MlxEngine:
         return torch.cat(scores)
 
     @hookimpl
+    @explained()
     def genlm_cache_prefix(self, query: Query) -> bool:
-        if self.store is not None:
-            self.store.pin(query)
+        """Raises: EngineError: the row of the prefix is NaN."""
+        if self.store is not None and not self.store.pin(query):
+            raise self._nan.of_row(query)
         return True
 
     @hookimpl

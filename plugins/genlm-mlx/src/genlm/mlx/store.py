@@ -101,11 +101,14 @@ class Store:
                 layer.state = keys, values, known, *more
         return cache, known
 
-    def pin(self, query: Query) -> None:
-        """Compute a context if necessary, and keep it until it is dropped."""
-        if not self.planner.pin(_sequence(query)):
-            self.logits([query])
-            self.planner.pin(_sequence(query))
+    def pin(self, query: Query) -> bool:
+        """Compute a context if necessary, and keep it until it is dropped; ``False`` if its row is
+        NaN, so that its state is not kept."""
+        if self.planner.pin(_sequence(query)):
+            return True
+        logits = self.logits([query])
+        self.planner.pin(_sequence(query))
+        return not bool(mx.isnan(logits[0, 0]))
 
     def drop(self, version: int) -> None:
         """Drop all state of an adapter."""
