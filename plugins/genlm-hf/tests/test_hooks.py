@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from typing import Any
 
@@ -42,6 +43,22 @@ def set_on(pair: Pair, hook: Any) -> list[Any]:
 @pytest.fixture(params=FAMILIES)
 def pair(request: Any) -> Pair:
     return unproven(small_family(request.param, 64))
+
+
+def set_forward(pair: Pair, hook: Any) -> None:
+    """In place of that of a layer of both models: the same, followed by a hook's change."""
+    for model in (pair.engine.model, pair.reference):
+        layers = [each for name, each in model.named_modules() if name.endswith((".h.0", "rs.0"))]
+        layers[0].forward = followed_by(hook, layers[0].forward)
+
+
+def followed_by(hook: Any, forward: Any) -> Any:
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        given = forward(*args, **kwargs)
+        hook(None, args, given)
+        return given
+
+    return changed
 
 
 def texts(n: int, length: int) -> list[tuple[int, ...]]:
@@ -133,6 +150,42 @@ def test_state_from_before_a_hook_is_dropped(pair: Pair) -> None:
         pair.check((*context, 9, 1, 4))
     assert pair.forwards == [1]
     assert "kv.reuse_stopped" not in {event["event"] for event in events}
+
+
+def test_a_forward_that_replaces_one_of_a_model_in_use_is_noticed(pair: Pair) -> None:
+    (context,) = texts(1, 7)
+    pair.check(context)
+    set_forward(pair, steered)
+    pair.check((*context, 9))
+    pair.check((*context, 9, 1))
+    pair.forwards.clear()
+    pair.check((*context, 9, 1, 4))
+    assert pair.forwards == [1], "state is reused"
+    set_forward(pair, steered_at_the_end)
+    grow(pair)
+    for model in (pair.engine.model, pair.reference):
+        for module in model.modules():
+            vars(module).pop("forward", None)
+    grow(pair)
+
+
+def test_a_forward_that_is_set_on_the_model_itself_is_noticed() -> None:
+    pair = unproven(small_family("llama", 64))
+    (context,) = texts(1, 7)
+    pair.check(context)
+    for model in (pair.engine.model, pair.reference):
+        model.forward = of_other_tokens(model.forward)
+    pair.check((*context, 9), (4, 5, 6))
+
+
+def of_other_tokens(forward: Any) -> Any:
+    """A forward that embeds other tokens than it is given."""
+
+    @functools.wraps(forward)
+    def changed(input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return forward(input_ids=(input_ids + 1) % 50, **kwargs)
+
+    return changed
 
 
 def test_observing_hook_keeps_the_state(pair: Pair) -> None:

@@ -1,16 +1,24 @@
-"""The forward hooks that are set on the modules of a model, walked over once a step."""
+"""The forward hooks that are set on the modules of a model, and the forwards that are set in place
+of those of their classes, walked over once a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.nn.modules import module as of_torch
 
+#: The tables of a module's hooks. They are read anew for each look, because a program may give a
+#: module another table.
+TABLES = itemgetter("_forward_hooks", "_forward_pre_hooks")
+
 
 class ForwardHooks:
-    """Looks at all forward hooks of a model's modules, and at those on all modules.
+    """Looks at all forward hooks of a model's modules, at those on all modules, and at forwards
+    that were set on modules.
 
     Args:
         modules: All modules of the model, the model itself first.
@@ -19,12 +27,15 @@ class ForwardHooks:
         inside: PyTorch's numbers, which are never reused, of the hooks that the user has set inside
             the model or for all modules, as of the last :meth:`look`. Hooks on the model itself are
             left out: they get token ids, and logits of the wanted positions only.
+        forwards: For each module, also the model itself, the function that was set as its
+            ``forward`` then; ``None`` if it has that of its class.
         are_foreign: Whether the user had set any hook then, also on the model itself.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._modules = modules
+        self._own = [*map(vars, modules)]
         self.inside: list[int] = []
+        self.forwards: list[Any] = []
         self.are_foreign = False
 
     def look(self, is_ours: Callable[[Any], bool]) -> None:
@@ -34,27 +45,21 @@ class ForwardHooks:
             is_ours: Whether a hook is the plugin's own. It is not kept: its object keeps this one,
                 and a cycle would keep a closed model alive.
         """
-        model, *others = self._modules
-        self.inside = _foreign(_tables(others, everywhere=True), is_ours)
-        self.are_foreign = bool(self.inside or _foreign(_tables([model]), is_ours))
+        self.inside = _foreign(self._inside(), is_ours)
+        self.are_foreign = bool(self.inside or _foreign(TABLES(self._own[0]), is_ours))
+        self.forwards = [*map(dict.get, self._own, repeat("forward"))]
 
     def functions(self) -> list[tuple[int, Any]]:
         """The functions of all hooks inside the model or for all modules, the plugin's own
-        included, each with the index of its table."""
-        tables = _tables(self._modules[1:], everywhere=True)
-        return [(at, hook) for at, hooks in enumerate(tables) for hook in hooks.values()]
+        included, and of the forwards as of the last look, each with the index of its table or
+        module."""
+        hooks = [(at, hook) for at, table in enumerate(self._inside()) for hook in table.values()]
+        set_on = enumerate(self.forwards, start=-len(self.forwards))
+        return [*hooks, *((at, forward) for at, forward in set_on if forward is not None)]
 
-
-def _tables(
-    modules: Sequence[torch.nn.Module], *, everywhere: bool = False
-) -> Iterator[dict[int, Any]]:
-    """The tables of hooks of modules, and of all modules. They are read anew for each look, because
-    a program may give a module another table."""
-    if everywhere:
-        yield from (of_torch._global_forward_hooks, of_torch._global_forward_pre_hooks)
-    for own in map(vars, modules):
-        yield own["_forward_hooks"]
-        yield own["_forward_pre_hooks"]
+    def _inside(self) -> Iterable[dict[int, Any]]:
+        everywhere = (of_torch._global_forward_hooks, of_torch._global_forward_pre_hooks)
+        return chain(everywhere, chain.from_iterable(map(TABLES, self._own[1:])))
 
 
 def _foreign(tables: Iterable[dict[int, Any]], is_ours: Callable[[Any], bool]) -> list[int]:

@@ -1,5 +1,5 @@
-"""The user's forward hooks, for instance for steering, which may be set and removed while the model
-is served."""
+"""The user's forward hooks, for instance for steering, and forwards that the user sets on modules.
+Both may be set and removed while the model is served."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Effect:
 
 
 class ForeignHooks:
-    """The hooks inside a model that are not the plugin's.
+    """The hooks inside a model that are not the plugin's, and the forwards set on its modules.
 
-    What a hook does may depend on a token's place in the forward; it may change the last position,
-    for instance. With reused state, tokens have other places. So for each set of hooks, the probe's
+    What they do may depend on a token's place in the forward; they may change the last position,
+    for instance. With reused state, tokens have other places. So for each set of them, the probe's
     contexts are computed again, in plain forwards and in the reuse mode.
 
     Args:
@@ -48,17 +48,18 @@ class ForeignHooks:
 
     def __init__(self, runner: Runner, choice: Choice) -> None:
         self._runner, self._choice = runner, choice
-        self._numbers = runner.hooks.inside
+        self._seen = runner.hooks.inside, runner.hooks.forwards
         self._rows = choice.expected
         self._known: OrderedDict[Any, tuple[Any, torch.Tensor, str | None]] = OrderedDict()
         self._remember(runner.hooks.functions(), choice.expected, None)
 
     def effect_of_change(self) -> Effect | None:
-        """The effect of hooks set or removed since the last call; ``None`` if they are the same."""
+        """The effect of hooks and forwards set or removed since the last call; ``None`` if they are
+        the same."""
         hooks = self._runner.hooks
         hooks.look(self._runner.is_ours)
-        numbers = hooks.inside
-        if numbers == self._numbers or not self._choice.contexts:
+        seen = hooks.inside, hooks.forwards
+        if seen == self._seen or not self._choice.contexts:
             return None
         functions = hooks.functions()
         known = self._known.get(_key(functions))
@@ -66,7 +67,7 @@ class ForeignHooks:
             known = functions, *self._tried()
         _, rows, why = known
         self._remember(functions, rows, why)
-        changed, self._rows, self._numbers = not torch.equal(rows, self._rows), rows, numbers
+        changed, self._rows, self._seen = not torch.equal(rows, self._rows), rows, seen
         return Effect(changed, why)
 
     def _remember(self, functions: Any, rows: torch.Tensor, why: str | None) -> None:
