@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -282,6 +283,29 @@ def test_missing_weights_are_rejected(tiny: str, tmp_path: Path, file: str) -> N
         lacking = r"LlamaForCausalLM.*model\.layers\.1\..* and \d+ more"
     with pytest.raises(ModelNotFoundError, match=f"lacks weights of {lacking}; give the whole"):
         load_model_by_name(str(tmp_path), backend="hf")
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("lacking", ["all", "a shard"])
+def test_a_folder_without_files_of_weights_is_named(
+    tiny: str, tmp_path: Path, is_cached: bool, lacking: str
+) -> None:
+    """Also one in the hub's cache."""
+    cache = tmp_path / "models--org--tiny"
+    folder = cache / "snapshots" / ("a" * 40)
+    shutil.copytree(tiny, folder)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("a" * 40)
+    (folder / "model.safetensors").unlink()
+    said = r"holds no weights \(\*\.safetensors, .*; copy or download the whole model"
+    if lacking == "a shard":
+        weights = {"model.embed_tokens.weight": "model-1.safetensors"}
+        index = {"metadata": {"total_size": 1}, "weight_map": weights}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        said = "lacks model-1.safetensors; copy" if is_cached else "names model-1.safetensors"
+    places = {"cache_dir": str(tmp_path), "local_files_only": True} if is_cached else {}
+    with pytest.raises(ModelNotFoundError, match=said):
+        AsyncTransformer.from_name("org/tiny" if is_cached else str(folder), hf_opts=places)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -26,7 +26,8 @@ from genlm.core.logs import get_logger
 from genlm.core.options import unknown_argument
 from genlm.hf.gguf_files import GGUFFile
 from genlm.hf.options import ELSEWHERE, FROM_PRETRAINED, HFOptions
-from genlm.kit.model_files import require_tokenizer
+from genlm.kit.checkpoints import weight_files
+from genlm.kit.model_files import local_folder, require_tokenizer
 from genlm.kit.tokenizer_files import follow_file
 
 logger = get_logger()
@@ -41,6 +42,9 @@ SOURCE_ARGUMENTS = (
     "subfolder",
     "gguf_file",
 )
+
+#: The files that weights of transformers are in.
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 #: The modes of ``torch.compile`` that capture CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -60,7 +64,8 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     Raises:
         InvalidOptionError: the options contradict each other, or the folder holds several GGUF
             files.
-        ModelNotFoundError: the folder has no tokenizer, or the checkpoint lacks weights.
+        ModelNotFoundError: the folder has no tokenizer or no weights, or the checkpoint lacks some
+            of them.
         EngineError: the model is not a causal language model.
         OSError: transformers' own error: there is no such model.
     """
@@ -88,6 +93,9 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
         model, found = _from_pretrained(name, arguments)
     except TypeError as error:
         _refuse_argument(error, options.hf_opts)
+        raise
+    except OSError:
+        _require_weight_files(name, source)
         raise
     _require_weights(name, model, found)
     if file is not None:
@@ -146,6 +154,22 @@ def _load_tokenizer(name: str, source: Mapping[str, Any]) -> Any:
     if not {"gguf_file", "subfolder"} & {key for key, value in source.items() if value}:
         follow_file(tokenizer, name, source.get("revision"), source.get("cache_dir"))
     return tokenizer
+
+
+def _require_weight_files(name: str, source: Mapping[str, Any]) -> None:
+    """Raises: ModelNotFoundError: the model's folder, or that in the hub's cache, lacks all of its
+    weights or some of their files."""
+    found = local_folder(name, source.get("revision"), source.get("cache_dir"))
+    if found is None:
+        return
+    folder = found / (source.get("subfolder") or "")
+    named = weight_files(folder)
+    lacking = [file.name for file in named if not file.is_file()]
+    if lacking or not any(next(folder.glob(file), None) for file in WEIGHTS):
+        what = f"lacks {lacking[0]}" if lacking else f"holds no weights ({', '.join(WEIGHTS)})"
+        raise ModelNotFoundError(
+            f"the folder {str(folder)!r} {what}; copy or download the whole model"
+        )
 
 
 def _require_weights(name: str, model: Any, found: Mapping[str, Any]) -> None:
