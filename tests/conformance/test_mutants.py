@@ -102,6 +102,7 @@ def test_unknown_capability_or_missing_reason_is_rejected() -> None:
         ("ClearKeepsPins", "after clear_kv_cache() it fails too"),
         ("PinnedPrefixCountedTwice", "before it: cache_kv(["),
         ("NeighboursTopK", "nor does it come up in"),
+        ("WaitsForTheDead", "before it: the engine's own processes were killed (1)"),
     ],
 )
 def test_failure_names_the_cause(name: str, said: str) -> None:

@@ -16,6 +16,10 @@ from genlm.conformance.scheduled import MOVING
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
+#: How many times a name is rebound at effort 1, and how many of these turns have one pin, so that a
+#: context is pinned again 8 and 16 versions later.
+REBOUND_TIMES, FIRST_TURNS = 260, 18
+
 
 class HistoryClauses:
     """Long histories, without clearing anything."""
@@ -173,31 +177,39 @@ class GrowthClauses:
         capability="pins",
     )
     def test_adapters_are_bound_and_pinned_again_and_again(self, live: Subject) -> None:
-        """Hundreds of times a name is bound again and contexts are pinned under it, without any
-        clear: every pin is accepted, and rows are those of the current adapter."""
+        """Again and again a name is rebound and contexts are pinned under it, hundreds in all and
+        without any clear: every pin is accepted, and rows are those of the current adapter."""
         live.needs("genlm_cache_prefix")
         names = live.needs_adapters(2)[:2]
         contexts = live.contexts
-        times = live.scaled(260, 24)
-        each = math.ceil(260 / times)  # All turns together make at least 260 pins.
-        longest = min(130, contexts.limit - 1)
+        times = live.scaled(REBOUND_TIMES, 32)
+        # All turns together make at least so many pins: fewer turns have more of them.
+        each = math.ceil((REBOUND_TIMES - FIRST_TURNS) / (times - FIRST_TURNS))
+        longest = min(130 if live.effort >= 1 else 66, contexts.limit - 1)
+        pinned = 0
         for turn in range(times):
             # The order of the two files has no period, so two versions that an engine takes for
             # one another, for instance modulo 16, have different files.
             name = names[turn.bit_count() % 2]
             live.model.bind(MOVING, name)
+            # Little is computed between the first turns, so that blocks of one are kept until a
+            # turn that pins the same context 8 or 16 versions later.
+            is_first = turn < FIRST_TURNS
+            before = pinned
+            variants = [turn % 2] if is_first else range(turn, turn + each)
             try:
-                for pin in range(each):
-                    context = contexts.long(longest, (turn + pin) % 12)
+                for variant in variants:
+                    context = contexts.long(longest, variant % max(12, each))
                     live.lm.cache_kv(context, lora_name=MOVING)
+                    pinned += 1
             except Exception as error:
                 raise Violation(
                     f"a pin of {longest} tokens was rejected: {error}. Before it a name was bound "
-                    f"{turn + 1} times, and {turn * each + pin} contexts were pinned under it; all "
-                    f"but {pin} of these pins belong to adapters that are removed"
+                    f"{turn + 1} times, and {pinned} contexts were pinned under it; all "
+                    f"but {pinned - before} of these pins belong to adapters that are removed"
                     f"{self._after_a_clear(live, context)}"
                 ) from error
-            if turn % 50 < 2 or turn == times - 1:
+            if (turn % 8 < 2 and is_first) or turn % 50 < 2 or turn == times - 1:
                 longer = (*context, contexts.tokens[0])
                 (row,) = live.gather([longer], [MOVING])
                 how = f"pinned with {MOVING!r}, which was bound to {name!r}, for time {turn + 1}"

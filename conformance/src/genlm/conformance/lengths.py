@@ -310,11 +310,16 @@ class LengthClauses:
             first = next(token for token in tokens if token != context[0])
             check(
                 not live.cold((first, *context[1:])).equal(live.cold(context)),
-                f"the row of a context of max_context={limit} tokens does not depend on the first",
+                f"the row of a context of max_context={limit} tokens does not depend on its first "
+                "token",
             )
         live.expect.greedy(live.sample(context, 1, temperature=0.0), context)
         drawn = live.sample(context[:-3], 4, seed=0)
-        check(len(drawn) == 4, f"4 tokens fit after {limit - 3}; {len(drawn)} were drawn")
+        check(
+            len(drawn) == 4,
+            f"a draw of 4 tokens after {limit - 3} has {len(drawn)}, although max_context is "
+            f"{limit}",
+        )
         three = (*tokens[:2], tokens[0])
         live.expect.scores(live.score(context[:-2], three), context[:-2], three)
 
@@ -357,8 +362,12 @@ class LengthClauses:
         scores = live.run(together())
         draws, rows = [[scores.pop() for _ in some][::-1] for some in (prompts, texts)]
         for given, (prompt, tail, name) in zip(scores, asked, strict=True):
-            live.expect.scores(given, prompt, tail, name, how="together with others like it")
-        live.expect.rows(rows, texts, how="together with scores of its tokens, or after it")
+            live.expect.scores(
+                given, prompt, tail, name, how="asked for together with others like it"
+            )
+        live.expect.rows(
+            rows, texts, how="asked for together with scores of its tokens, or after it"
+        )
         for drawn, prompt in zip(draws, prompts, strict=True):
             live.expect.greedy(drawn, prompt, how="together with scores, with temperature=0")
         hook = "genlm_step" if lm.supports("genlm_step", "scores") else "genlm_sequence_logprobs"

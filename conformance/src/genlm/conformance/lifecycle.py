@@ -358,7 +358,10 @@ class LifecycleClauses:
         try:
             lm = live.model.loaded(other.load)
         except ValueError as error:
-            check("no_such_option" in str(error), f"the error does not name the option: {error}")
+            check(
+                "no_such_option" in str(error),
+                f"the error for the option no_such_option=1 does not name it: {error}",
+            )
         else:
             lm.close()
             raise Violation("the option no_such_option=1 was accepted")
@@ -376,7 +379,11 @@ class LifecycleClauses:
                 f"importing the plugin module and asking genlm_backend_info took more than "
                 f"{patience:g} s: it hangs"
             ) from None
-        check(looked.returncode == 0, f"looking at the backend failed: {looked.stderr[-500:]}")
+        check(
+            looked.returncode == 0,
+            "importing the plugin module or asking genlm_backend_info failed: "
+            f"{looked.stderr[-500:]}",
+        )
         brought = set(json.loads(looked.stdout.splitlines()[-1]))
         backend = imported(live.suite.backend, live)
         engine = backend.info().engine

@@ -105,13 +105,15 @@ class ProcessClauses:
                     *(lm.next_token_logprobs(contexts[i]) for i in some),
                     lm.sample(contexts[0], DRAWN_TOKENS, [], seed=some[0]),
                 )
+                if kill:
+                    live.note(f"the engine's own processes were killed ({len(own)})")
                 for one in own if kill else ():
                     with contextlib.suppress(psutil.NoSuchProcess):
                         one.kill()
                 return await asyncio.gather(*asked, return_exceptions=True)
 
-            for what, some, kill in (("pending", range(1, 8), True), ("next", range(8, 12), False)):
-                how = f"{what} when {len(own)} processes of the engine were killed"
+            for when, some, kill in (("before", range(1, 8), True), ("after", range(8, 12), False)):
+                how = f"asked for {when} the engine's own processes were killed"
                 *rows, _ = live.run(ask(some, kill))
                 for i, row in zip(some, rows, strict=True):
                     if not isinstance(row, Exception):
