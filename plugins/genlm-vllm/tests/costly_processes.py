@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import random
 import signal
 from typing import Any
 
@@ -17,12 +18,12 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from genlm.core import AsyncLM, EngineDeadError
+from genlm.core import AsyncLM, EngineDeadError, Query
 from genlm.vllm import AsyncVirtualLM
 from genlm.vllm.internals import EngineCore
 from tests.adapter_outcomes import reference_rows
 
-from .driven import SMALL
+from .driven import SMALL, random_program, text
 
 PROMPT = list(range(3000, 3040))
 ATOL = 5e-4
@@ -80,6 +81,20 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return replies
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """For each message to workers about extended sessions, the tokens of each session."""
+    usual, messages = EngineCore.call_workers, []
+
+    def call_workers(self, method, *args):
+        if method == "genlm_append_tokens":
+            messages.append([token_ids for _, _, token_ids in args[0]])
+        return usual(self, method, *args)
+
+    monkeypatch.setattr(EngineCore, "call_workers", call_workers)
+    return messages
+
+
 def dies_clearly(lm: AsyncLM, victim: int) -> None:
     """Kill one of the engine's processes: callers get an error, and nothing hangs."""
     os.kill(victim, signal.SIGKILL)
@@ -88,7 +103,7 @@ def dies_clearly(lm: AsyncLM, victim: int) -> None:
             lm.next_token_logprobs_sync(ids)
 
 
-def test_two_tensor_parallel_workers(padded_path, expected, sent, monkeypatch):
+def test_two_tensor_parallel_workers(padded_path, expected, sent, told, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     before = {child.pid for child in multiprocessing.active_children()}
     copied = copies(monkeypatch)
@@ -99,11 +114,27 @@ def test_two_tensor_parallel_workers(padded_path, expected, sent, monkeypatch):
             child.pid for child in multiprocessing.active_children() if child.pid not in before
         ]
         assert len(workers) == 2
+        told.clear()  # of the row that was compared at load
         check(lm, expected)
         assert copied, "PROMPT[:30] takes over what its live continuation has computed"
+        assert told == [[[7]]], "only the extension of PROMPT, which each worker gets at once"
         assert {*map(type, sent)} == {int}, "rows go through shared memory"
         dies_clearly(lm, workers[1])
     assert not shared_memory()
+
+
+def test_sessions_of_a_worker_process_stay_in_the_batch(load_briefly, told):
+    with capture_logs() as logs:
+        engine = load_briefly(distributed_executor_backend="mp")
+    assert "vllm.sessions_pause" not in {line["event"] for line in logs}
+    known = [Query(text(seed, 12)) for seed in range(4)]
+    engine.ask(*known)
+    told.clear()
+    longer = [query.extended((7, 8)[: 1 + at % 2]) for at, query in enumerate(known)]
+    rows = dict(zip(longer, engine.ask(*longer), strict=True))
+    assert told == [[[7], [7, 8], [7], [7, 8]]]
+    engine.assert_cold_rows(rows)
+    random_program(engine, random.Random(3)).run(20)
 
 
 def test_an_engine_core_in_a_process_of_its_own(padded_path, expected, sent, monkeypatch):

@@ -191,7 +191,9 @@ def test_sessions_pause_if_vllm_lacks_a_name_or_rows_differ(load_briefly, monkey
             engine = load_briefly()
         monkeypatch.setattr(RunningSessions, "extend", extend)
         engine.prove()
-        assert running.running_sessions(None, 0) is None  # the engine core is in another process
+        assert (
+            running.running_sessions(None, 0, list) is None
+        )  # the engine core is in another process
     lacks, differs, elsewhere = [
         each["reason"] for each in logs if each["event"] == "vllm.sessions_pause"
     ]

@@ -172,7 +172,7 @@ class EngineCore:
     def run_sessions(self) -> None:
         """Let sessions stay running requests, if possible."""
         here = self._client.engine_core if self._in_process else None
-        self._running = running_sessions(here, self.max_loras)
+        self._running = running_sessions(here, self.max_loras, self.call_workers)
 
     def add(
         self, request: VllmRequest, cache_salt: str | None = None, *, pinned: bool = False

@@ -2,12 +2,14 @@
 
 A session is extended by tokens that the caller knows, whereas vLLM expects tokens that it has drawn
 itself. Both the scheduler and the model runner must get them; this module gives them to the runner.
-The runner V1 keeps tokens in arrays of this process, the runner V2 on the device.
+The runner V1 keeps tokens in arrays of its process, the runner V2 on the device. If runners are in
+worker processes, what a step appends is sent to all of them in one message.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -142,6 +144,41 @@ class V2Tokens:
 
     def _on_device(self, *columns: list[int]) -> torch.Tensor:
         return self._to_device(columns, self._device, torch.int64)  # type: ignore[no-any-return]
+
+
+class Extended(NamedTuple):
+    """What a model runner in a worker process must know of a request of the scheduler."""
+
+    request_id: str
+    num_output_tokens: int
+    num_computed_tokens: int
+
+
+#: A request that is extended, where its new tokens begin, and the tokens.
+Appended = tuple[Extended, int, list[int]]
+
+
+class WorkerTokens:
+    """The tokens of the model runners in worker processes, each of which has all requests.
+
+    Args:
+        send: Calls a method of all workers, and waits until they have run it.
+    """
+
+    in_order = False
+
+    def __init__(self, send: Callable[..., Any]) -> None:
+        self._send = send
+        self._appended: list[Appended] = []
+
+    def append(self, request: Any, start: int, token_ids: list[int]) -> None:
+        known = Extended(request.request_id, request.num_output_tokens, request.num_computed_tokens)
+        self._appended.append((known, start, token_ids))
+
+    def write(self) -> None:
+        if self._appended:
+            appended, self._appended = self._appended, []
+            self._send("genlm_append_tokens", appended)
 
 
 def _put(

@@ -18,17 +18,19 @@ pause between their turns, as in vLLM itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from genlm.core.logs import get_logger
 from genlm.vllm.forks import absent_names
-from genlm.vllm.runner_tokens import RunnerTokens, runner_tokens
+from genlm.vllm.runner_tokens import RunnerTokens, WorkerTokens, runner_tokens
 
 log = get_logger()
 
 CORE_NAMES = (
     "scheduler", "vllm_config.parallel_config.world_size",
+    "vllm_config.parallel_config.tensor_parallel_size",
+    "vllm_config.parallel_config.distributed_executor_backend",
     "vllm_config.scheduler_config.async_scheduling",
 )  # fmt: skip
 SCHEDULER_NAMES = (
@@ -40,14 +42,17 @@ REQUEST_NAMES = (
 )  # fmt: skip
 #: The attributes that requests have in addition if scheduling is asynchronous.
 ASYNC_NAMES = ("num_output_placeholders", "num_in_flight_tokens")
+#: The executors whose workers compute a step and answer other calls in the same thread, and so on
+#: the same stream.
+OF_ONE_THREAD = ("uni", "mp")
 
 
 class RunningSessions:
-    """Wraps one method of a scheduler, and writes into the model runner of the same process.
+    """Wraps one method of a scheduler, and gives its model runners the tokens that are known.
 
     Args:
         scheduler: vLLM's scheduler.
-        tokens: The tokens of its model runner.
+        tokens: The tokens of its model runners.
         is_async: Whether scheduling is asynchronous.
     """
 
@@ -77,7 +82,7 @@ class RunningSessions:
         self._tokens.append(request, start, token_ids)
 
     def write(self) -> None:
-        """Write appended tokens into the model runner. Called before each step, on vLLM's
+        """Write appended tokens into the model runners. Called before each step, on vLLM's
         stream."""
         self._tokens.write()
 
@@ -97,16 +102,18 @@ class RunningSessions:
         return reported
 
 
-def running_sessions(engine_core: Any, adapters: int) -> RunningSessions | None:
+def running_sessions(
+    engine_core: Any, adapters: int, call_workers: Callable[..., list[Any]]
+) -> RunningSessions | None:
     """The running sessions of an engine core; ``None`` if sessions must pause.
 
     Args:
         engine_core: vLLM's engine core; ``None`` if it is in another process.
         adapters: The most adapters that requests may have.
+        call_workers: Calls a method of all workers, and returns the results by rank.
     """
     if (reason := _unsuited(engine_core, adapters)) is None:
-        worker = getattr(engine_core.model_executor, "driver_worker", None)
-        tokens = runner_tokens(getattr(getattr(worker, "worker", None), "model_runner", None))
+        tokens = _tokens_of(engine_core, call_workers)
         is_async = engine_core.vllm_config.scheduler_config.async_scheduling
         if isinstance(tokens, str):
             reason = tokens
@@ -116,6 +123,15 @@ def running_sessions(engine_core: Any, adapters: int) -> RunningSessions | None:
             return RunningSessions(engine_core.scheduler, tokens, is_async=is_async)
     log.info("vllm.sessions_pause", reason=reason)
     return None
+
+
+def _tokens_of(engine_core: Any, call_workers: Callable[..., list[Any]]) -> RunnerTokens | str:
+    """The tokens of the model runners, in this process or in several; or the reason why they cannot
+    be written."""
+    if (worker := getattr(engine_core.model_executor, "driver_worker", None)) is not None:
+        return runner_tokens(getattr(getattr(worker, "worker", None), "model_runner", None))
+    reasons: list[str | None] = call_workers("genlm_keep_tokens")
+    return next(filter(None, reasons), None) or WorkerTokens(call_workers)
 
 
 def _unsuited(engine_core: Any, adapters: int) -> str | None:
@@ -129,8 +145,11 @@ def _unsuited(engine_core: Any, adapters: int) -> str | None:
     if missing := absent_names(engine_core, *CORE_NAMES):
         return f"this vLLM has no {', '.join(missing)}"
     scheduler, config = engine_core.scheduler, engine_core.vllm_config
-    if config.parallel_config.world_size > 1:
-        return "the model is in several processes"
+    parallel = config.parallel_config
+    if parallel.world_size > parallel.tensor_parallel_size:
+        return "the layers are in several processes, whose steps overlap"
+    if parallel.distributed_executor_backend not in OF_ONE_THREAD:
+        return f"{parallel.distributed_executor_backend} may compute and write in different threads"
     names = REQUEST_NAMES + (ASYNC_NAMES if config.scheduler_config.async_scheduling else ())
     missing = absent_names(Request("", [0], SamplingParams(max_tokens=1), None), *names)
     if missing := missing + absent_names(scheduler, *SCHEDULER_NAMES):

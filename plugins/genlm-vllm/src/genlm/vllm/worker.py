@@ -1,4 +1,5 @@
-"""Rows from workers in other processes (tensor parallelism, ray, a separate engine process).
+"""Rows from workers in other processes (tensor parallelism, ray, a separate engine process), and
+the known tokens of sessions for them.
 
 vLLM imports this module by name in every worker process. Such a process serves only one engine, so
 its row store may belong to the module.
@@ -13,6 +14,7 @@ import torch
 
 from genlm.vllm.capture import RowStore, capture_into, hide_padding
 from genlm.vllm.internals import groups_of_layers
+from genlm.vllm.runner_tokens import Appended, Extended, RunnerTokens, runner_tokens
 from genlm.vllm.shared_rows import MemoryOfReader, Place
 from genlm.vllm.weights import load_of, watch
 
@@ -31,6 +33,7 @@ class RowAccess:
     parallel_config: Any
     vllm_config: Any
     model_runner: Any
+    genlm_tokens: RunnerTokens
 
     def genlm_take_rows(
         self, keys: Sequence[str], place: Sequence[Any] | None
@@ -66,6 +69,24 @@ class RowAccess:
     def genlm_narrow_rows(self, width: int) -> None:
         """See :attr:`genlm.vllm.capture.RowStore.width`."""
         ROWS.width = width
+
+    def genlm_keep_tokens(self) -> str | None:
+        """Prepare for tokens of sessions that stay running requests.
+
+        Returns:
+            The reason why this worker's model runner cannot be given tokens, if there is one.
+        """
+        tokens = runner_tokens(self.model_runner)
+        if isinstance(tokens, str):
+            return tokens
+        self.genlm_tokens = tokens
+        return None
+
+    def genlm_append_tokens(self, appended: Sequence[Appended]) -> None:
+        """Give the model runner the tokens by which sessions are extended in the next step."""
+        for request, start, token_ids in appended:
+            self.genlm_tokens.append(Extended(*request), start, token_ids)
+        self.genlm_tokens.write()
 
     def genlm_groups_of_layers(self) -> list[tuple[int, int, bool]]:
         """See :func:`genlm.vllm.internals.groups_of_layers`."""
