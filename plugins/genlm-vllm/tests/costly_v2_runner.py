@@ -192,7 +192,8 @@ def test_positions_on_several_axes_go_on_after_an_extension(engine):
 
 class TestVllmV2(ConformanceSuite):
     """The whole contract, with adapters, on a small random model with padded embeddings. Its tokens
-    are bytes: in the interpreter, to draw one of 49,152 takes a second."""
+    are bytes: in the interpreter, to draw one of 49,152 takes a second. A small ``max_num_seqs``
+    would not do: the suite pins 12 prompts at once, and half as many sequences may be pinned."""
 
     backend = "vllm"
     options = {  # noqa: RUF012
