@@ -27,8 +27,8 @@ class ForwardHooks:
         inside: PyTorch's numbers, which are never reused, of the hooks that the user has set inside
             the model or for all modules, as of the last :meth:`look`. Hooks on the model itself are
             left out: they get token ids, and logits of the wanted positions only.
-        forwards: For each module, also the model itself, the function that was set as its
-            ``forward`` then; ``None`` if it has that of its class.
+        forwards: The functions that were set as the ``forward`` of modules then, also of the model
+            itself; a module that has its class's is left out.
         are_foreign: Whether the user had set any hook then, also on the model itself.
     """
 
@@ -47,15 +47,13 @@ class ForwardHooks:
         """
         self.inside = _foreign(self._inside(), is_ours)
         self.are_foreign = bool(self.inside or _foreign(TABLES(self._own[0]), is_ours))
-        self.forwards = [*map(dict.get, self._own, repeat("forward"))]
+        self.forwards = [*filter(None, map(dict.get, self._own, repeat("forward")))]
 
     def functions(self) -> list[tuple[int, Any]]:
         """The functions of all hooks inside the model or for all modules, the plugin's own
-        included, and of the forwards as of the last look, each with the index of its table or
-        module."""
+        included, each with the index of its table; and the forwards as of the last look."""
         hooks = [(at, hook) for at, table in enumerate(self._inside()) for hook in table.values()]
-        set_on = enumerate(self.forwards, start=-len(self.forwards))
-        return [*hooks, *((at, forward) for at, forward in set_on if forward is not None)]
+        return [*hooks, *((-1, forward) for forward in self.forwards)]
 
     def _inside(self) -> Iterable[dict[int, Any]]:
         everywhere = (of_torch._global_forward_hooks, of_torch._global_forward_pre_hooks)
