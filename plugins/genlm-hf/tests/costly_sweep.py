@@ -39,7 +39,7 @@ def table(pytestconfig: pytest.Config) -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_by_recorded_steps(family: str) -> None:
-    with recorded_steps(), patch.object(static, "RECORDED_AFTER", 1):
+    with recorded_steps(), patch.object(static, "STEPS_BEFORE_RECORDING", 1):
         found = sweep(family, static=True)
     assert found.outcome != "wrong", found.why
 

@@ -26,7 +26,7 @@ from genlm.hf.graphs import recorder_for
 from genlm.hf.operators import Operators
 from genlm.hf.options import HFOptions
 from genlm.kit.kv.sharing import SharingCosts
-from genlm.kit.scaled_copy import TOKENS
+from genlm.kit.scaled_copy import VOCABULARY_TOKENS
 from tests.programs import constants
 
 from .families import small_family
@@ -55,7 +55,7 @@ CONSTANTS = {
         {"cpu": Costs(products=64, plenty=300, forward=4)},
     ),
     "genlm.hf.layout.SPARE_TOKENS": (0, 32, 4096),
-    "genlm.hf.static.RECORDED_AFTER": (1, 3),
+    "genlm.hf.static.STEPS_BEFORE_RECORDING": (1, 3),
     "genlm.hf.strategies.recorder_for": (recorder_for, lambda device: Operators()),
     "genlm.hf.strategies.SHARING_COSTS": tuple(
         SharingCosts(waiting=waiting, sharing=sharing, trunk=trunk, each=min(waiting, 8))
@@ -97,7 +97,7 @@ def program(families: Sequence[str], source: random.Random) -> Iterator[Program]
             engine=engine,
             source=source,
             longest=min(LONGEST, engine.max_context or LONGEST),
-            tokens=range(TOKENS - 4),
+            tokens=range(VOCABULARY_TOKENS - 4),
             most=12,
             atol=ATOL,
             may_lack_room=True,
@@ -136,7 +136,7 @@ def program_in_four_bits(source: random.Random) -> Iterator[Program]:
             engine=engine,
             source=source,
             longest=60,
-            tokens=range(TOKENS - 4),
+            tokens=range(VOCABULARY_TOKENS - 4),
             most=8,
             atol=FOUR_BITS_ATOL,
             may_lack_room=True,

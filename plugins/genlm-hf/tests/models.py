@@ -17,7 +17,7 @@ from genlm.core import EngineError, Query
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.hf.positions import rope_scalings
-from genlm.kit.scaled_copy import TOKENS as SMALL_TOKENS
+from genlm.kit.scaled_copy import VOCABULARY_TOKENS as SMALL_TOKENS
 from genlm.kit.scaled_copy import thresholds
 from tests.engines import rows_of
 

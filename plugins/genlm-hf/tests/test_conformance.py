@@ -64,7 +64,7 @@ class TestRecorded(Tiny):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _recorded(cls) -> Iterator[None]:
-        with recorded_steps() as recorder, patch.object(static, "RECORDED_AFTER", 1):
+        with recorded_steps() as recorder, patch.object(static, "STEPS_BEFORE_RECORDING", 1):
             yield
         assert recorder.replays
 

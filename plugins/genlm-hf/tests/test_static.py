@@ -73,7 +73,7 @@ def test_growing_resting_and_forked_contexts_have_right_rows(
 ) -> None:
     """From a few tokens to beyond two multiples of 64, a window and a chunk; one to nine contexts
     a step. The pool is resized on the way."""
-    monkeypatch.setattr(static_module, "RECORDED_AFTER", 1)
+    monkeypatch.setattr(static_module, "STEPS_BEFORE_RECORDING", 1)
     pair, source = static(KINDS[kind]), random.Random(kind)
     contexts = draw(3, 2)
     for step in range(140):

@@ -24,7 +24,7 @@ from genlm.kit.verify.loading import load_verified
 from genlm.kit.verify.report import Report
 from genlm.kit.verify.subject import Subject, seconds_for
 from genlm.kit.verify.transformers_rows import (
-    IN_MEMORY,
+    MAX_BYTES_IN_MEMORY,
     CannotCompute,
     Compute,
     Source,
@@ -182,7 +182,7 @@ def test_older_copy_of_the_weights_is_rejected_by_name(windowed, tmp_path):
 
 
 def test_by_default_a_difference_in_half_precision_is_a_warning(biased, logged, monkeypatch):
-    monkeypatch.setattr(loading, "PATIENCE", None)
+    monkeypatch.setattr(loading, "MAX_WAIT_SECONDS", None)
 
     def load(verify: bool | None) -> Other:
         other = Other.with_(biased, attention_bias=False)
@@ -211,7 +211,7 @@ def test_rejected_engine_is_closed(biased):
 def test_by_default_a_proof_is_remembered_until_the_folder_changes(
     windowed, tmp_path, logged, monkeypatch
 ):
-    monkeypatch.setattr(loading, "PATIENCE", None)  # a busy machine may be slow
+    monkeypatch.setattr(loading, "MAX_WAIT_SECONDS", None)  # a busy machine may be slow
     folder = tmp_path / "model"
     shutil.copytree(windowed, folder)
 
@@ -231,7 +231,7 @@ def test_by_default_a_proof_is_remembered_until_the_folder_changes(
     ("verify", "asked"), [(None, False), (True, True)], ids=["by default", "asked"]
 )
 def test_model_unknown_to_transformers_is_reported(tmp_path, logged, monkeypatch, verify, asked):
-    monkeypatch.setattr(loading, "PATIENCE", None)
+    monkeypatch.setattr(loading, "MAX_WAIT_SECONDS", None)
     (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoModel": "x"}}')
     engine = object()
 
@@ -382,17 +382,17 @@ def test_thresholds_of_options_are_near_on_a_scaled_copy():
 def test_weights_that_are_read_layer_by_layer_give_the_same_rows(windowed, tmp_path):
     if not offloads_whole_models():
         with pytest.raises(CannotCompute, match=r"2\.1 GB .* 'accelerate>=1\.15'"):
-            load(Source(str(windowed), {}, IN_MEMORY + 1, str(tmp_path)))
+            load(Source(str(windowed), {}, MAX_BYTES_IN_MEMORY + 1, str(tmp_path)))
         return
     groups = choose(AutoConfig.from_pretrained(windowed), 40).groups
     whole, by_layer = (
         answer_to(Compute(Source(str(windowed), {}, size, str(tmp_path)), groups))
-        for size in (0, IN_MEMORY + 1)
+        for size in (0, MAX_BYTES_IN_MEMORY + 1)
     )
     assert [rows.shape for rows in whole] == [(3, 258)] * 2
     for rows, others in zip(whole, by_layer, strict=True):
         np.testing.assert_array_equal(rows, others)
-    model = load(Source(str(windowed), {}, IN_MEMORY + 1, str(tmp_path)))
+    model = load(Source(str(windowed), {}, MAX_BYTES_IN_MEMORY + 1, str(tmp_path)))
     # The other weights are on disk.
     assert {each.device.type for each in model.parameters()} == {"meta"}
 

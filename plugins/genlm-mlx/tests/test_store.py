@@ -365,7 +365,7 @@ def test_candidates_cost_the_tokens_of_their_prefix_tree(
     # One continuation is too long to be scored together with others.
     asked = [(*common[: 30 - at], at, 7, 8) for at in range(6)] + [common[:29], common]
     for rows in (ROWS, 16):  # the most rows in memory at once
-        monkeypatch.setattr("genlm.mlx.engine.ROWS", rows)
+        monkeypatch.setattr("genlm.mlx.engine.MAX_ROWS", rows)
         engine.genlm_clear_kv_cache()
         watched.forwards.clear()
         scores = engine.genlm_sequence_logprobs(

@@ -192,7 +192,7 @@ def test_ten_thousand_scores_in_one_gather_are_right(
     fleet: Callable[..., AsyncLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watch is not kept waiting, and no call is long."""
-    monkeypatch.setattr("genlm.ray.watch.PULSE", 1.0)
+    monkeypatch.setattr("genlm.ray.watch.PULSE_SECONDS", 1.0)
     lm = fleet(replicas=1, backend_opts={"delay": 0.001})
     before = replicas(lm)
 

@@ -11,7 +11,7 @@ from genlm.core.types import query_of
 from genlm.ray.fleet import Fleet
 from genlm.ray.log import Change, Entry, Log
 from genlm.ray.member import Call, Job, Member, State
-from genlm.ray.placing import LIMITS, MAX_DEATHS, TRIALS, Placing
+from genlm.ray.placing import LIMITS, MAX_DEATHS, MAX_TRIALS, Placing
 from genlm.ray.watch import MAX_REFUSED_STARTS, Watch
 from genlm.ray.wire import Description, Gone
 
@@ -180,7 +180,7 @@ def test_replica_that_finally_loads_is_not_lost() -> None:
         fleet.tick(now)
 
 
-@pytest.mark.parametrize(("replicas", "trying"), [(2, 1), (TRIALS + 2, TRIALS)])
+@pytest.mark.parametrize(("replicas", "trying"), [(2, 1), (MAX_TRIALS + 2, MAX_TRIALS)])
 def test_some_replicas_are_kept_free_of_suspects(replicas: int, trying: int) -> None:
     placing = Placing()
     for index in range(replicas):

@@ -101,7 +101,7 @@ def end_of(pid: int) -> int | None:
 NEIGHBOUR = """
 import asyncio, sys, ray
 import genlm.ray.watch
-genlm.ray.watch.PULSE = 0.5
+genlm.ray.watch.PULSE_SECONDS = 0.5
 from genlm.core import load_model_by_name
 ray.init(sys.argv[1], logging_level="ERROR", log_to_driver=False)
 opts = {"continuous": True, "steps": 1}
@@ -197,7 +197,7 @@ import asyncio, os, ray, signal
 from pathlib import Path
 from ray.cluster_utils import Cluster
 import genlm.ray.watch
-genlm.ray.watch.PULSE = 0.8
+genlm.ray.watch.PULSE_SECONDS = 0.8
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
 nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
 from genlm.core import load_model_by_name, MockAsyncLM

@@ -19,7 +19,7 @@ from genlm.ray.fleet import CANCELLED, Fleet
 from genlm.ray.log import Entry
 from genlm.ray.member import Call
 from genlm.ray.placing import MAX_DEATHS
-from genlm.ray.watch import PULSE
+from genlm.ray.watch import PULSE_SECONDS
 from genlm.ray.wire import Ask, Busy, Gone, adapter_key, ids_of
 
 from .test_fleet import DESCRIPTION
@@ -395,10 +395,10 @@ class Machine(RuleBasedStateMachine):
         while self.world.arriving:
             self.world.deliver(0)
 
-    @rule(seconds=st.sampled_from([0.5, 2.0, PULSE]))
+    @rule(seconds=st.sampled_from([0.5, 2.0, PULSE_SECONDS]))
     def wait(self, seconds: float) -> None:
         self.world.now += seconds
-        if seconds == PULSE:
+        if seconds == PULSE_SECONDS:
             self.world.beat()
         for program in self.programs:
             program.fleet.tick(self.world.now)
@@ -452,7 +452,7 @@ class Machine(RuleBasedStateMachine):
                 process.hangs = False
         for _ in range(400):
             self.wait(2.0)
-            self.wait(PULSE)
+            self.wait(PULSE_SECONDS)
             self.go_on()
             if self.at_rest():
                 break

@@ -169,7 +169,7 @@ def test_sessions_are_released_if_a_separate_core_stands_still(tiny_path, monkey
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     less_than_they_take = lambda groups, block_size: lambda length: 1  # noqa: E731
     monkeypatch.setattr("genlm.vllm.internals.footprint_of", less_than_they_take)
-    monkeypatch.setattr("genlm.vllm.internals.LIVENESS", 0.1)
+    monkeypatch.setattr("genlm.vllm.internals.LIVENESS_SECONDS", 0.1)
     lm = AsyncVirtualLM.from_name(tiny_path, engine_opts=SMALL, cache_size=0)
     with lm, capture_logs() as logs:
         for first in range(12):  # about 100 tokens each; the cache holds 864

@@ -78,19 +78,19 @@ def test_sessions_leave_room_where_several_kinds_of_layers_have_blocks(
     """Seven short contexts take two blocks each, of 13; a long one takes less per token."""
     kinds = ["sliding_attention", "full_attention"]
     windows = {"head_dim": 32, "sliding_window": 24, "layer_types": kinds}
-    monkeypatch.setattr(in_flight, "PATIENCE", 30)
+    monkeypatch.setattr(in_flight, "GIVE_UP_STEPS", 30)
     engine = load_briefly(make_tiny("Gemma3Text", **windows), num_gpu_blocks_override=14)
     engine.computes(*(text(seed, 20) for seed in range(7)))
     engine.computes(text(8, 255))
 
 
 def test_sessions_leave_the_room_that_vllm_keeps_for_running_requests(load_briefly, monkeypatch):
-    monkeypatch.setattr(in_flight, "PATIENCE", 30)
+    monkeypatch.setattr(in_flight, "GIVE_UP_STEPS", 30)
     load_briefly(watermark=0.2).computes(*(text(seed, 150) for seed in range(6)))
 
 
 def test_prompts_that_are_computed_side_by_side_share_no_room(load_briefly, monkeypatch):
-    monkeypatch.setattr(in_flight, "PATIENCE", 30)
+    monkeypatch.setattr(in_flight, "GIVE_UP_STEPS", 30)
     engine = load_briefly(long_prefill_token_threshold=32)
     for seed in range(3):
         engine.computes(*((*text(seed, 170), last) for last in range(2)))
@@ -234,7 +234,7 @@ def test_a_request_that_vllm_ends_without_a_row_fails_alone(engine, monkeypatch)
 
 
 def test_an_engine_that_computes_nothing_is_given_up(engine, monkeypatch):
-    monkeypatch.setattr(in_flight, "PATIENCE", 30)
+    monkeypatch.setattr(in_flight, "GIVE_UP_STEPS", 30)
     (drawn,) = engine.draw([Query(text(0, 5))], [SamplingParams(max_tokens=60)])
     assert len(drawn) == 60, "a draw may take more steps"
     with monkeypatch.context() as patch:
@@ -454,7 +454,7 @@ def test_a_scheduler_of_the_users_own_makes_no_forks(load_briefly):
 
 @pytest.mark.parametrize("limit", ["long_prefill_token_threshold", "max_num_scheduled_tokens"])
 def test_slow_progress_of_a_prompt_is_not_standing_still(load_briefly, monkeypatch, limit):
-    monkeypatch.setattr(in_flight, "PATIENCE", 2)
+    monkeypatch.setattr(in_flight, "GIVE_UP_STEPS", 2)
     load_briefly(**{limit: 5}).computes(text(0, 100))
 
 

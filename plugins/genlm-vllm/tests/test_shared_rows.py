@@ -57,7 +57,7 @@ def test_rows_go_through_memory_that_grows(sent):
 
 
 def test_more_rows_than_memory_come_in_parts(sent, monkeypatch):
-    monkeypatch.setattr(shared_rows, "MOST_BYTES", 2 * 4 * WIDTH)
+    monkeypatch.setattr(shared_rows, "MAX_BYTES", 2 * 4 * WIDTH)
     rows = WorkerRows(sent[0]._core)
     assert torch.equal(taken(rows), BLOCK)
     assert sent[1] == [WIDTH, WIDTH]

@@ -11,8 +11,8 @@ from genlm.core.mock import MockEngine
 from .registry import MUTANTS, Forgetting, breaks
 from .rows import BLOCK, of
 
-#: Clauses that test everything at once have no context longer than this.
-LONG = 2 * BLOCK
+#: Clauses that test everything at once have no context longer than this many tokens.
+LONG_TOKENS = 2 * BLOCK
 
 
 class FoundBy(Forgetting, MockEngine, first=dict):
@@ -32,7 +32,7 @@ MUTANTS.changes(
     (
         "ReboundNameKeepsItsBlocks",
         "rebound_adapter",
-        lambda e, q: (q.adapter.name, q.token_ids) if q.adapter and q.length > LONG else q,
+        lambda e, q: (q.adapter.name, q.token_ids) if q.adapter and q.length > LONG_TOKENS else q,
     ),
 )
 MUTANTS.changes(
@@ -57,7 +57,7 @@ MUTANTS.changes(
     (
         "LastBlockWithoutItsParents",
         "equal_ends_behind_different_beginnings",
-        lambda e, q: (q.adapter, q.length, q.token_ids[-16:]) if q.length >= LONG else q,
+        lambda e, q: (q.adapter, q.length, q.token_ids[-16:]) if q.length >= LONG_TOKENS else q,
     ),
     max_context=1024,
 )
@@ -104,7 +104,7 @@ class ColdRowsInUsedBlocks(Remembering):
 
     def row(self, query):
         ids = query.token_ids
-        used = query.cold and len(ids) > LONG and ids in self.batched
+        used = query.cold and len(ids) > LONG_TOKENS and ids in self.batched
         return super().row(replayed(query) if used else query)
 
 
@@ -130,7 +130,9 @@ class StemMovedByItsForks(Remembering):
     """Two forks leave the state of their stem behind the second one."""
 
     def spoilt(self, ids, alone):
-        return alone and len(ids) > LONG and ids in self.asked and len(self.extensions(ids)) > 1
+        return (
+            alone and len(ids) > LONG_TOKENS and ids in self.asked and len(self.extensions(ids)) > 1
+        )
 
 
 @breaks("pinned_prefix")
@@ -139,7 +141,7 @@ class PinnedPrefixMovedByItsReaders(Remembering):
 
     def spoilt(self, ids, alone):
         pinned = any(p.token_ids == ids and p.adapter is None for p in self.pinned)
-        moved = len(ids) > LONG and len(self.extensions(ids)) > 1
+        moved = len(ids) > LONG_TOKENS and len(self.extensions(ids)) > 1
         return pinned and moved and ids not in self.asked
 
 
@@ -177,7 +179,7 @@ class DroppedBatchIsFoundAgain(Remembering):
 
     @hookimpl
     def genlm_clear_kv_cache(self):
-        pinned = {p.token_ids for p in self.pinned if len(p.token_ids) > LONG}
+        pinned = {p.token_ids for p in self.pinned if len(p.token_ids) > LONG_TOKENS}
         self.stale = pinned & self.batched
         super().genlm_clear_kv_cache()
 
@@ -236,7 +238,7 @@ class ExtensionsReadTheFirstAdaptersBlocks(Forgetting, MockEngine, first=dict):
         if query.cold:
             return super().row(query)
         ids = query.token_ids
-        prompts = (ids[:end] for end in range(LONG, len(ids)))
+        prompts = (ids[:end] for end in range(LONG_TOKENS, len(ids)))
         adapter = next((self.first[p] for p in prompts if p in self.first), query.adapter)
         self.first.setdefault(ids, query.adapter)
         return super().row(evolve(query, adapter=adapter))
@@ -250,7 +252,7 @@ class DrawnTokensStay(Forgetting, MockEngine, left=dict):
     def genlm_sample(self, queries, params):
         drawn = super().genlm_sample(queries, params)
         for query, ids in zip(queries, drawn, strict=True):
-            if query.length > LONG:
+            if query.length > LONG_TOKENS:
                 self.left[query] = tuple(ids)
         return drawn
 

@@ -14,7 +14,7 @@ from genlm.conformance.advice import advise
 from genlm.conformance.agreement import SMALL_VOCABULARY_TOKENS, steady
 from genlm.conformance.compare import ROUNDING_ATOL, Violation, check
 from genlm.conformance.driver import Outcome, in_order, started, submitted
-from genlm.conformance.scheduled import MOVING
+from genlm.conformance.scheduled import REBOUND_ADAPTER
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -291,12 +291,12 @@ class CapacityClauses:
         contexts = live.contexts
         room = min(live.longest, contexts.limit - 1)
         for turn in range(2):
-            live.model.bind(MOVING, name)
+            live.model.bind(REBOUND_ADAPTER, name)
             for i in range(3):
-                live.lm.cache_kv(contexts.long(min(100, room), i), lora_name=MOVING)
+                live.lm.cache_kv(contexts.long(min(100, room), i), lora_name=REBOUND_ADAPTER)
                 live.lm.cache_kv(contexts.long(min(100, room), i))
                 live.lm.cache_kv((*contexts.long(min(100, room), i), contexts.tokens[i]))
-            live.model.remove(MOVING)
+            live.model.remove(REBOUND_ADAPTER)
             if turn:
                 live.lm.cache_kv(contexts.long(min(100, room), 1))
             live.model.clear()

@@ -33,7 +33,7 @@ TOP_FACTOR = 10.0
 
 #: Tokens at least as likely as this are compared by log-probability too, in units of ``atol``, and
 #: by no more than that: constrained decoding and importance weights live in the tail.
-TAIL, TAIL_FACTOR, TAIL_MOST = 1e-7, 500.0, 3.0
+MIN_TAIL_PROBABILITY, TAIL_FACTOR, MAX_TAIL_NATS = 1e-7, 500.0, 3.0
 
 #: Beyond it a change of the batch's shape may move a drawing point across a boundary between two
 #: tokens.
@@ -137,8 +137,9 @@ def difference(row: torch.Tensor, expected: torch.Tensor, atol: float) -> str | 
     """The difference of two rows of log-probabilities beyond the tolerance; ``None`` if there is
     none.
 
-    Probabilities may differ by ``atol``, the log-probabilities of the ``TOP_TOKENS`` most likely by
-    ``TOP_FACTOR * atol``, those of all that are not rarer than ``TAIL`` by ``TAIL_FACTOR * atol``.
+    Probabilities may differ by ``atol``, the log-probabilities of the ``TOP_TOKENS`` most likely
+    tokens by ``TOP_FACTOR * atol``, and those of all tokens that are at least as likely as
+    ``MIN_TAIL_PROBABILITY`` by ``TAIL_FACTOR * atol``.
     """
     if row.shape != expected.shape:
         return f"its shape is {tuple(row.shape)}, not {tuple(expected.shape)}"
@@ -164,8 +165,8 @@ def difference(row: torch.Tensor, expected: torch.Tensor, atol: float) -> str | 
     if not bool((away <= TOP_FACTOR * atol).all()):
         found = at(int(top[away.argmax()]), row, expected)
         return f"the log-probability {found} (tolerance {TOP_FACTOR * atol:g})"
-    tolerance = min(TAIL_FACTOR * atol, TAIL_MOST)
-    seen = row.maximum(expected) >= math.log(TAIL)
+    tolerance = min(TAIL_FACTOR * atol, MAX_TAIL_NATS)
+    seen = row.maximum(expected) >= math.log(MIN_TAIL_PROBABILITY)
     away = (row - expected).abs().where(seen & (row != expected), 0.0)
     if not bool((away <= tolerance).all()):
         found = at(int(away.argmax()), row, expected)

@@ -29,7 +29,7 @@ MAX_CALLS_ELSEWHERE = 2000
 WAKE_LINES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 14, 20, 35, 50, 100, 300, 1000)
 
 #: How often a step is woken at most, and the part of the patience that a wake may take.
-MAX_WAKES, STALL_PART = 4, 1 / 240
+MAX_WAKES, WAKE_PATIENCES = 4, 1 / 240
 
 #: How many requests each caller of a crowd makes on average. A waiting request must be answered
 #: before three quarters of the crowd's.
@@ -283,7 +283,7 @@ class ContentionClauses:
         asking for a row stops the event loop of its caller."""
         live.needs("genlm_wake")
         contexts = live.contexts.many(2 * MAX_WAKES)
-        most = live.patience * STALL_PART
+        most = live.patience * WAKE_PATIENCES
         stalls: list[float] = []
 
         async def ask_beside(context: TokenIds, beside: TokenIds) -> list[Outcome]:

@@ -12,7 +12,7 @@ import pytest
 
 from genlm.conformance.advice import advise
 from genlm.conformance.compare import Violation, brief, check
-from genlm.conformance.scheduled import MOVING
+from genlm.conformance.scheduled import REBOUND_ADAPTER
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -158,11 +158,11 @@ class GrowthClauses:
         for turn, token in enumerate(contexts.tokens[:2]):
             longer = [(*context, token) for context in pinned]
             if adapter is not None:
-                live.model.bind(MOVING, adapter)
-                live.gather(long[:4], [MOVING] * 4)
+                live.model.bind(REBOUND_ADAPTER, adapter)
+                live.gather(long[:4], [REBOUND_ADAPTER] * 4)
                 how = "with an adapter, extending one that is pinned without"
-                live.check_rows(longer, [MOVING] * len(longer), how=how)
-                live.model.remove(MOVING)
+                live.check_rows(longer, [REBOUND_ADAPTER] * len(longer), how=how)
+                live.model.remove(REBOUND_ADAPTER)
             live.gather(many[turn::2])
             live.gather(long[turn::2])
             self._expect_all(live, longer, "extending a pinned one, after others came and went")
@@ -191,7 +191,7 @@ class GrowthClauses:
             # The order of the two files has no period, so two versions that an engine takes for
             # one another, for instance modulo 16, have different files.
             name = names[turn.bit_count() % 2]
-            live.model.bind(MOVING, name)
+            live.model.bind(REBOUND_ADAPTER, name)
             # Little is computed between the first turns, so that blocks of one are kept until a
             # turn that pins the same context 8 or 16 versions later.
             is_first = turn < FIRST_TURNS
@@ -200,7 +200,7 @@ class GrowthClauses:
             try:
                 for variant in variants:
                     context = contexts.long(longest, variant % max(12, each))
-                    live.lm.cache_kv(context, lora_name=MOVING)
+                    live.lm.cache_kv(context, lora_name=REBOUND_ADAPTER)
                     pinned += 1
             except Exception as error:
                 raise Violation(
@@ -211,16 +211,17 @@ class GrowthClauses:
                 ) from error
             if (turn % 8 < 2 and is_first) or turn % 50 < 2 or turn == times - 1:
                 longer = (*context, contexts.tokens[0])
-                (row,) = live.gather([longer], [MOVING])
-                how = f"pinned with {MOVING!r}, which was bound to {name!r}, for time {turn + 1}"
+                (row,) = live.gather([longer], [REBOUND_ADAPTER])
+                bound = f"which was bound to {name!r}, for time {turn + 1}"
+                how = f"pinned with {REBOUND_ADAPTER!r}, {bound}"
                 live.expect.row(row, longer, name, how=how)
-        live.model.remove(MOVING)
+        live.model.remove(REBOUND_ADAPTER)
 
     def _after_a_clear(self, live: Subject, context: TokenIds) -> str:
         """Whether a pin is taken once everything has been cleared."""
         try:
             live.model.clear()
-            live.lm.cache_kv(context, lora_name=MOVING)
+            live.lm.cache_kv(context, lora_name=REBOUND_ADAPTER)
         except Exception:
             return "; after clear_kv_cache() it fails too: no pin is given back by that, either"
         return (

@@ -24,7 +24,7 @@ from genlm.conformance.advice import advise
 from genlm.conformance.compare import Violation, brief, check
 from genlm.conformance.driver import CALL_THREAD, Outcome, started
 from genlm.conformance.model import IMPORT_SECONDS, imported
-from genlm.conformance.scheduled import MOVING
+from genlm.conformance.scheduled import REBOUND_ADAPTER
 from genlm.conformance.subject import Subject
 from genlm.core.errors import ModelClosedError
 from genlm.core.lm import AsyncLM
@@ -248,11 +248,11 @@ class LifecycleClauses:
         row = len(live.lm.byte_vocab) * 4
 
         def come() -> None:
-            live.model.bind(MOVING, name)
-            live.gather([live.contexts.stem[:4]], [MOVING])
+            live.model.bind(REBOUND_ADAPTER, name)
+            live.gather([live.contexts.stem[:4]], [REBOUND_ADAPTER])
 
         def go() -> None:
-            live.model.remove(MOVING)
+            live.model.remove(REBOUND_ADAPTER)
             live.model.clear()
 
         come()

@@ -22,7 +22,7 @@ from genlm.conformance.declaration import Declaration
 from genlm.conformance.driver import Outcome, submitted
 from genlm.conformance.properties import for_all
 from genlm.conformance.scheduled import (
-    MOVING,
+    REBOUND_ADAPTER,
     REQUESTS_OF_KIND,
     ScheduledRequest,
     ScheduledRow,
@@ -66,8 +66,8 @@ class Leaving:
 
 @frozen
 class Rebinding:
-    """The adapter :data:`~genlm.conformance.scheduled.MOVING` is bound to another, or removed and
-    added."""
+    """The name :data:`~genlm.conformance.scheduled.REBOUND_ADAPTER` is bound to another adapter, or
+    its adapter is removed and added."""
 
     after: int
     to: int
@@ -308,14 +308,14 @@ class Performance:
             self._events.append((at, event))
             moves |= isinstance(event, Rebinding)
             for request in self._arriving(event) if isinstance(event, Arrival) else ():
-                moved = request.adapter == MOVING
+                moved = request.adapter == REBOUND_ADAPTER
                 moves |= moved
                 owners = [self._names[to] for to in bound] if moved else [request.adapter]
                 for owner in owners:
                     self._ready[request, owner] = request.alone(live, owner)
         if moves:
             self._moving = self._names[0]
-            live.model.bind(MOVING, self._moving)
+            live.model.bind(REBOUND_ADAPTER, self._moving)
         live.model.clear()
 
     def _arriving(self, event: Arrival) -> list[ScheduledRequest]:
@@ -371,7 +371,7 @@ class Performance:
     def _arrive(self, event: Arrival) -> str:
         first = len(self._asked) + 1
         for request in self._arriving(event):
-            owner = self._moving if request.adapter == MOVING else request.adapter
+            owner = self._moving if request.adapter == REBOUND_ADAPTER else request.adapter
             ready = self._ready[request, owner]
             task = asyncio.ensure_future(ready.ask(self.live))
             self._asked.append(Asked(len(self._asked) + 1, event, ready, owner, task))
@@ -400,16 +400,16 @@ class Performance:
     def _rebind(self, event: Rebinding) -> str:
         live, to = self.live, self._names[event.to]
         for one in self._asked:
-            one.disturbed |= one.request.adapter == MOVING and not one.task.done()
+            one.disturbed |= one.request.adapter == REBOUND_ADAPTER and not one.task.done()
 
         def change() -> None:
             if event.removed:
-                live.model.remove(MOVING)
-            live.model.bind(MOVING, to)
+                live.model.remove(REBOUND_ADAPTER)
+            live.model.bind(REBOUND_ADAPTER, to)
 
         self._moving = to
         self._change = asyncio.wrap_future(live.thread(change))
-        return f"{MOVING!r} is {'removed, and ' if event.removed else ''}bound to {to!r}"
+        return f"{REBOUND_ADAPTER!r} is {'removed, and ' if event.removed else ''}bound to {to!r}"
 
     # --- what came of it --------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
 #: The name of an adapter that is rebound in the course of a schedule.
-MOVING = "moving"
+REBOUND_ADAPTER = "moving"
 
 #: Lengths of prompts, lengths of drawn and scored continuations, and options of draws. The lengths
 #: of these three tuples have no common divisor, so all combinations come up.
@@ -162,7 +162,7 @@ def requests_of(live: Subject, kind: str, salt: int = 0) -> list[ScheduledReques
         salt: Chooses the seeds of draws.
     """
     names = live.loras
-    adapters = [None, *names[:2], *([MOVING] if len(names) > 1 else [])]
+    adapters = [None, *names[:2], *([REBOUND_ADAPTER] if len(names) > 1 else [])]
     numbers = range(live.scaled(REQUESTS_OF_KIND[kind], QUICK_REQUESTS_OF_KIND[kind]))
     made = [_make(live, kind, i, adapters[i % len(adapters)], 1000 * salt) for i in numbers]
     return list(dict.fromkeys(made))

@@ -28,7 +28,7 @@ LFS_POINTER = b"version https://git-lfs"
 LARGE_FILES = ("*.safetensors", "*.bin", "*.gguf", "tokenizer*", "*.model")
 
 #: Seconds to wait for the hub.
-HUB_PATIENCE = 5.0
+HUB_SECONDS = 5.0
 
 
 def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
@@ -235,7 +235,7 @@ def _require_on_hub(name: str, files: Sequence[str]) -> None:
             "folder, or turn offline mode off"
         )
     try:
-        HfApi().model_info(name, timeout=HUB_PATIENCE)
+        HfApi().model_info(name, timeout=HUB_SECONDS)
     except RepositoryNotFoundError as error:
         # 403 means gated, which the engine itself explains.
         if getattr(error.response, "status_code", None) != 403:

@@ -33,7 +33,7 @@ def common_length(left: K, right: K) -> int:
 
 
 #: The bytes of a token in a key, and of the adapter's version before the first token.
-WIDTH = array("I").itemsize
+ID_BYTES = array("I").itemsize
 
 
 def key_of(version: int, token_ids: Sequence[int]) -> bytes:
@@ -62,12 +62,12 @@ def bytes_of(token_ids: Sequence[int]) -> bytes:
 
 def length_of(key: bytes) -> int:
     """How many tokens a key has."""
-    return len(key) // WIDTH - 1
+    return len(key) // ID_BYTES - 1
 
 
 def prefix_of(key: bytes, length: int) -> bytes:
     """The key of the first ``length`` tokens."""
-    return key[: WIDTH * (length + 1)]
+    return key[: ID_BYTES * (length + 1)]
 
 
 def shared_length(left: bytes, right: bytes) -> int:
@@ -77,7 +77,7 @@ def shared_length(left: bytes, right: bytes) -> int:
 
 def tokens_in(shared: int) -> int:
     """How many whole tokens the first ``shared`` bytes of a key hold."""
-    return max(shared // WIDTH - 1, 0)
+    return max(shared // ID_BYTES - 1, 0)
 
 
 def nearest_of(keys: Sequence[K], key: K) -> tuple[int, int]:

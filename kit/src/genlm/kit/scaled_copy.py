@@ -52,10 +52,10 @@ LEFT_OUT = ("quantization_config", "dtype", "torch_dtype", "attn_implementation"
 FACTORS = (64, 32, 16, 8, 4, 2, 1)
 
 #: How far biases, norms and other vectors are moved from their initial values.
-SPREAD = 0.1
+VECTOR_CHANGE = 0.1
 
 #: The size of a scaled copy's vocabulary, and the most weights that it may have.
-TOKENS, MAX_WEIGHTS = 64, 64_000_000
+VOCABULARY_TOKENS, MAX_WEIGHTS = 64, 64_000_000
 
 
 @frozen
@@ -142,7 +142,7 @@ def _random(kind: Any, config: Any, device: torch.device) -> Any:
             if parameter.ndim > 1:
                 parameter.normal_(0, max(parameter.shape[-1], 8) ** -0.5)
             else:  # biases and norms begin as 0 and 1, so that a lost one would not show
-                parameter.add_(torch.randn_like(parameter), alpha=SPREAD)
+                parameter.add_(torch.randn_like(parameter), alpha=VECTOR_CHANGE)
         rows = scaled(torch.arange(6, device=device)[None], use_cache=False).logits
     if not rows.isfinite().all():
         raise ValueError("its rows are not finite")
@@ -185,7 +185,7 @@ def _narrower(name: Any, value: Any, factor: int) -> Any:
     if not _is_number(value):
         return value
     if "vocab_size" in name:
-        return TOKENS
+        return VOCABULARY_TOKENS
     if INNER_WIDTH.search(name):
         return max(value // factor, min(value, 8))
     if WIDTH.search(name) and value >= factor:
@@ -219,7 +219,7 @@ def _numbers_layers(name: Any, value: Any) -> bool:
 def _token(value: Any) -> Any:
     if isinstance(value, list):
         return [_token(one) for one in value]
-    return min(value, TOKENS - 1) if _is_number(value) else value
+    return min(value, VOCABULARY_TOKENS - 1) if _is_number(value) else value
 
 
 def _is_number(value: Any) -> bool:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 SLOWER_RATIO = 1.2
 
 #: How many times the two sides take turns, and the seconds of each turn.
-ROUNDS, SECONDS = 5, 0.03
+TURNS, TURN_SECONDS = 5, 0.03
 
 #: The size of a product in a small model: rows, input columns, output columns.
-SHAPE = (32, 576, 1536)
+PRODUCT_SHAPE = (32, 576, 1536)
 
 
 def usable_processors() -> int:
@@ -72,14 +72,14 @@ def _medians(*sides: tuple[str, int]) -> Sequence[float]:
     import torch
     from torch.utils.benchmark import Timer
 
-    rows, before, after = SHAPE
+    rows, before, after = PRODUCT_SHAPE
     timers = []
     for name, threads in sides:
         of_type = {"dtype": getattr(torch, name)}
         both = {"a": torch.ones(rows, before, **of_type), "b": torch.ones(before, after, **of_type)}
         timers.append(Timer("a @ b", globals=both, num_threads=threads))
     taken = [
-        [timer.blocked_autorange(min_run_time=SECONDS).median for timer in timers]
-        for _ in range(ROUNDS)
+        [timer.blocked_autorange(min_run_time=TURN_SECONDS).median for timer in timers]
+        for _ in range(TURNS)
     ]
     return [statistics.median(side) for side in zip(*taken, strict=True)]

@@ -50,7 +50,7 @@ MAX_PASSES = 100
 
 #: Seconds that the interpreter waits at exit: for the current step, for an interrupted load, and
 #: for a lock that is only held for moments.
-EXIT_PATIENCE, LOAD_PATIENCE, LOCK_PATIENCE = 60.0, 2.0, 2.0
+EXIT_SECONDS, LOAD_SECONDS, LOCK_SECONDS = 60.0, 2.0, 2.0
 
 #: Seconds between two looks for its result by a signal handler that interrupted code which holds
 #: the lock.
@@ -425,7 +425,7 @@ class Batcher:
             return
         # A thread that wakes a step holds the lock. If the engine's wake never returns, the lock is
         # never free.
-        if not self._lock.acquire(timeout=LOCK_PATIENCE):
+        if not self._lock.acquire(timeout=LOCK_SECONDS):
             log.warning("engine.abandoned", thread=self._thread.name)
             return
         self._lock.release()
@@ -433,7 +433,7 @@ class Batcher:
         loading = self._executor is None and not self._ended
         if loading:
             self._interrupt_load()
-        self.close(LOAD_PATIENCE if loading else EXIT_PATIENCE)
+        self.close(LOAD_SECONDS if loading else EXIT_SECONDS)
         if self._thread.is_alive():
             log.warning("engine.abandoned", thread=self._thread.name)
 

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     import torch
 
 #: How far the logarithm of a row's total mass may be from 0.
-NORMALISATION = 1e-4
+MAX_LOG_MASS = 1e-4
 
 #: Without the option ``check``, the values of this many results of each hook are checked, and the
 #: logarithm of the mass may be this far from 0. Rows in half precision pass; unnormalised rows do
 #: not.
-CHECKED_RESULTS, LOOSE_NORMALISATION = 4, 1e-2
+CHECKED_RESULTS, LOOSE_MAX_LOG_MASS = 4, 1e-2
 
 #: The description of a row without mass in messages. A text with no allowed next token has one.
 MASSLESS = "a row with logsumexp -inf"
@@ -181,7 +181,7 @@ class Results:
         return self._violated is not None or self._right[hook] < self._first
 
     def _wrong_row(self, row: torch.Tensor) -> str | None:
-        return wrong_row(row, LOOSE_NORMALISATION if self._violated is None else NORMALISATION)
+        return wrong_row(row, LOOSE_MAX_LOG_MASS if self._violated is None else MAX_LOG_MASS)
 
     def _look(self, hook: str, query: Query, wrong: str | None, owner: str | None = None) -> None:
         """Report wrong values. Without ``violated``, only the first results are checked, because an
@@ -336,6 +336,6 @@ def wrong_draw(ids: Sequence[int], params: SamplingParams, known: int) -> str | 
 
 def wrong_score(score: torch.Tensor) -> str | None:
     """The fault in the values of a score; ``None`` if there is none."""
-    if score.isnan().any() or (score > NORMALISATION).any():
+    if score.isnan().any() or (score > MAX_LOG_MASS).any():
         return "a score that is nan or above 0; scores are log-probabilities"
     return None

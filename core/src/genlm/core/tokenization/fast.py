@@ -34,7 +34,7 @@ _CHARACTERS = (
 
 # How many characters are put into one text. A pattern may look at the rest of the text from each of
 # them.
-_LENGTH = 256
+_TEXT_CHARACTERS = 256
 
 
 def is_fast(tokenizer: Any) -> bool:
@@ -266,5 +266,5 @@ def _texts() -> Iterator[str]:
         # The excluded categories have characters above.
         if unicodedata.category(character) not in ("Cn", "Co", "Cs")
     )
-    for start in range(0, len(every), _LENGTH):
-        yield every[start : start + _LENGTH]
+    for start in range(0, len(every), _TEXT_CHARACTERS):
+        yield every[start : start + _TEXT_CHARACTERS]

@@ -1,9 +1,9 @@
 """A second way for accelerators: few launches, and no more memory traffic than they need.
 
-The items below a node are a range of ranks. It consists of a few whole blocks of ``BASE``,
-``BASE**2``, ... ranks, and of the items at both of its ends: a *bag* of places in a table of the
-weights by rank and of the blocks' results. So a call is one gather, a reduction for each level of
-blocks, one reduction of all bags (PyTorch's ``embedding_bag``), and one gather of nodes' places.
+The items below a node are a range of ranks. It consists of a few whole blocks of ``BLOCK_RANKS``,
+``BLOCK_RANKS**2``, ... ranks, and of the items at both of its ends: a *bag* of places in a table of
+the weights by rank and of the blocks' results. So a call is one gather, a reduction for each level
+of blocks, one reduction of all bags (PyTorch's ``embedding_bag``), and one gather of nodes' places.
 Only disjoint parts are combined and nothing is subtracted: results are as exact as those of the
 other ways.
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 #: How many ranks, or blocks of the level below, are in a block.
-BASE = 16
+BLOCK_RANKS = 16
 
 
 @frozen(eq=False)
@@ -67,8 +67,8 @@ class Bags:
         keys = nodes.begin[several] * base + nodes.end[several]
         ranges, of_node = np.unique(keys, return_inverse=True)
         sizes = [len(order)]
-        while sizes[-1] >= BASE:
-            sizes.append(sizes[-1] // BASE)
+        while sizes[-1] >= BLOCK_RANKS:
+            sizes.append(sizes[-1] // BLOCK_RANKS)
         inside, counts = _contents(ranges // base, ranges % base, sizes)
         place = nodes.begin.copy()  # a node with one item has that item's place
         place[several] = sum(sizes) + of_node
@@ -90,12 +90,12 @@ def _contents(begin: Ints, end: Ints, sizes: list[int]) -> tuple[Ints, Ints]:
         owners.append(np.repeat(np.arange(len(count)), count))
 
     for size in sizes[:-1]:
-        head = np.minimum(-left % BASE, right - left)
+        head = np.minimum(-left % BLOCK_RANKS, right - left)
         take(left, head)
         left = left + head
-        tail = (right - left) % BASE
+        tail = (right - left) % BLOCK_RANKS
         take(right - tail, tail)
-        left, right, start = left // BASE, (right - tail) // BASE, start + size
+        left, right, start = left // BLOCK_RANKS, (right - tail) // BLOCK_RANKS, start + size
     take(left, right - left)
     owner = np.concatenate(owners)
     by_range = np.argsort(owner, kind="stable")
@@ -130,7 +130,7 @@ class BagKernel(DeviceKernel):
         table[: sizes[0]] = weights.t().index_select(0, self._order)
         start = 0
         for below, size in pairwise(sizes):
-            whole = table[start : start + size * BASE].view(size, BASE, rows)
+            whole = table[start : start + size * BLOCK_RANKS].view(size, BLOCK_RANKS, rows)
             start += below
             reduce(whole, 1, out=table[start : start + size])
         if len(self.plan.starts):

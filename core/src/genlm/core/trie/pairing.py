@@ -22,7 +22,7 @@ from genlm.core.trie.nodes import Ints, Nodes
 from genlm.core.trie.plan import Indices
 
 #: A round with fewer pairs takes as long as an empty one, so what is left then is combined at once.
-FEWEST_PAIRS = 100
+MIN_PAIRS = 100
 
 
 @frozen(eq=False)
@@ -187,7 +187,7 @@ class _Unfinished:
         """Combine values until a round would have too few pairs: the new value of each pair of a
         round, made in the round before, and the other one."""
         rounds = []
-        while len(second := self._seconds()) >= FEWEST_PAIRS:
+        while len(second := self._seconds()) >= MIN_PAIRS:
             rounds.append((self._value[second], self._value[second - 1]))
             self._combine(second)
         return rounds

@@ -63,7 +63,7 @@ def _compared(
         Unanswered: there is nothing to compare with.
     """
     from genlm.kit.verify.comparison import compare
-    from genlm.kit.verify.loading import LONGEST, copy_of
+    from genlm.kit.verify.loading import MAX_THRESHOLD, copy_of
     from genlm.kit.verify.reference import Reference, Unanswered
 
     folder = subject.folder()
@@ -73,7 +73,7 @@ def _compared(
         lm.add_new_lora(adapter, ADAPTER)
     with Reference(subject, folder, adapter) as reference:
         served = copy_of(subject, reference) if adapter is None else None
-        reference.begin(LONGEST)
+        reference.begin(MAX_THRESHOLD)
         name = None if adapter is None else ADAPTER
         return compare(
             subject,

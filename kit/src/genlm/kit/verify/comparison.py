@@ -15,14 +15,14 @@ from genlm.kit.verify.guilty import apart, spread
 from genlm.kit.verify.reference import Reference, Unanswered
 from genlm.kit.verify.report import Compared, Report, allowed
 from genlm.kit.verify.subject import Subject, others_in
-from genlm.kit.verify.transformers_rows import NEAR, Answer, Scaled
+from genlm.kit.verify.transformers_rows import COPY_THRESHOLD_TOKENS, Answer, Scaled
 
 #: The engine's function from token ids to a row of float32 log-probabilities.
 Row = Callable[[Sequence[int]], torch.Tensor]
 
 #: The types in which transformers' own rounding is measured. For an engine in any other type, only
 #: float32 rows are compared.
-HALF = ("bfloat16", "float16")
+HALF_DTYPES = ("bfloat16", "float16")
 
 
 def compare(
@@ -106,7 +106,7 @@ class _Comparison:
                 longest = f"the longest context is of {self.max_context} tokens"
                 self.left_out.append(f"{self._about(group)}: {longest}")
         noise = [0.0] * len(groups)
-        if self.dtype in HALF:
+        if self.dtype in HALF_DTYPES:
             rounded = self.reference.rows(groups, self.dtype, self.copy)
             noise = [
                 max(apart(one[[at]], other[[at]]) for at in range(len(one)))
@@ -122,7 +122,11 @@ class _Comparison:
                 self.computes = self._explanation(group, rows, most)
 
     def _about(self, group: Group) -> str:
-        where = "" if self.copy is None else f"on a scaled copy with thresholds at {NEAR} tokens, "
+        where = (
+            ""
+            if self.copy is None
+            else f"on a scaled copy with thresholds at {COPY_THRESHOLD_TOKENS} tokens, "
+        )
         return where + group.about
 
     def _explanation(self, group: Group, rows: np.ndarray, most: float) -> str | None:

@@ -12,17 +12,17 @@ from attrs import frozen
 from genlm.kit.scaled_copy import thresholds
 
 #: The lengths of contexts that no threshold affects.
-SHORT = (5, 13, 24)
+SHORT_LENGTHS = (5, 13, 24)
 
 #: How many tokens contexts extend beyond a threshold. The first token beyond a window drops the
 #: first token of the text, to which most models attend more than to any other.
-BEYOND = (1, 2, 9)
+TOKENS_BEYOND_THRESHOLD = (1, 2, 9)
 
 #: Settings that name tokens, which a model may treat specially.
 NAMES_A_TOKEN = re.compile(r"token_(id|ids|index|indices)$")
 
 #: Embeddings after this fraction of them may be padding, and may never have been trained.
-TRAINED = 0.9
+TRAINED_SHARE = 0.9
 
 
 @frozen
@@ -64,14 +64,14 @@ def choose(config: Any, longest: int) -> Chosen:
     for one in thresholds(settings):
         found.setdefault(one.value, []).append(".".join(one.path))
     within = min(found, default=longest)
-    lengths = sorted({min(length, within, longest) for length in SHORT})
+    lengths = sorted({min(length, within, longest) for length in SHORT_LENGTHS})
     groups = [Group("short contexts", tuple(ids[:length] for length in lengths))]
     too_long: dict[str, int] = {}
     for value, names in sorted(found.items()):
-        if value + max(BEYOND) > longest:
+        if value + max(TOKENS_BEYOND_THRESHOLD) > longest:
             too_long |= dict.fromkeys(names, value)
         else:
-            contexts = tuple(ids[: value + more] for more in BEYOND)
+            contexts = tuple(ids[: value + more] for more in TOKENS_BEYOND_THRESHOLD)
             named = ", ".join(f"{name}={value}" for name in names)
             groups.append(Group(f"beyond {named}", contexts))
     return Chosen(tuple(groups), too_long)
@@ -82,7 +82,9 @@ def _ids(config: Any, settings: Mapping[str, Any], length: int) -> tuple[int, ..
     its texts begin."""
     text = config.get_text_config(decoder=True)
     own = set(_tokens(settings))
-    ordinary = [token for token in range(int(text.vocab_size * TRAINED) or 1) if token not in own]
+    ordinary = [
+        token for token in range(int(text.vocab_size * TRAINED_SHARE) or 1) if token not in own
+    ]
     ids = Random(0).choices(ordinary or [0], k=length)
     begins = getattr(text, "bos_token_id", None)
     if isinstance(begins, int) and 0 <= begins < text.vocab_size:

@@ -22,10 +22,10 @@ from genlm.kit.verify.transformers_rows import Answer, Scaled, Unknown, nearer
 PROGRAM = "from genlm.kit.verify.engine_rows import main; main()"
 
 #: The longest context of a scaled copy, in tokens.
-LONGEST = 64
+MAX_CONTEXT_TOKENS = 64
 
 #: The most seconds in which an engine must load a scaled copy.
-PATIENCE = 600.0
+LOAD_SECONDS = 600.0
 
 
 @frozen
@@ -52,7 +52,7 @@ def serve_copy(subject: Subject, reference: Reference) -> ServedCopy | None:
     copy = reference.scaled_copy()
     if copy is None:
         return None
-    reference.begin(LONGEST, copy)
+    reference.begin(MAX_CONTEXT_TOKENS, copy)
     answer = reference.chosen()
     return ServedCopy(copy, answer, _rows(subject, copy, answer.chosen.groups))
 
@@ -74,11 +74,11 @@ def _rows(subject: Subject, copy: Scaled, groups: tuple[Group, ...]) -> Rows:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": python_path()},
-                timeout=PATIENCE,
+                timeout=LOAD_SECONDS,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise Unanswered(f"its load takes more than {PATIENCE:.0f} seconds") from error
+            raise Unanswered(f"its load takes more than {LOAD_SECONDS:.0f} seconds") from error
     try:
         answer: Rows | Unknown = pickle.loads(ended.stdout)
     except (EOFError, pickle.UnpicklingError) as error:

@@ -12,7 +12,7 @@ import torch
 from genlm.kit.scaled_copy import INNER_WIDTH, LAYERS, WIDTH
 
 #: Settings that do not affect the computation, or on which the shapes of weights depend.
-NOT_TRIED = re.compile(
+UNTRIED_SETTINGS = re.compile(
     r"token_(id|ids|index)$|dropout|initializer|label|architectures|dtype|name_or|version|cache"
     r"|^output_|return_dict|vocab|num_.*heads|model_type|_attn_impl|max_position|id2|layer_types"
 )
@@ -66,4 +66,6 @@ def _normalised(rows: np.ndarray) -> np.ndarray:
 
 
 def _is_size(name: str) -> bool:
-    return name in LAYERS or any(kind.search(name) for kind in (NOT_TRIED, WIDTH, INNER_WIDTH))
+    return name in LAYERS or any(
+        kind.search(name) for kind in (UNTRIED_SETTINGS, WIDTH, INNER_WIDTH)
+    )

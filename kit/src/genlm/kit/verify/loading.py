@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
-from genlm.kit.verify.comparison import HALF, compare
+from genlm.kit.verify.comparison import HALF_DTYPES, compare
 from genlm.kit.verify.copies import ServedCopy, serve_copy
 from genlm.kit.verify.known import KnownProofs
 from genlm.kit.verify.reference import Reference, Unanswered
@@ -21,10 +21,10 @@ E = TypeVar("E")
 
 #: By default a model is verified if transformers' rows take less than this, seconds; and a load
 #: waits for no more than three times as long.
-MOST_SECONDS, PATIENCE = 10.0, 30.0
+MAX_REFERENCE_SECONDS, MAX_WAIT_SECONDS = 10.0, 30.0
 
 #: The longest contexts that are compared, in tokens: by default, and on request.
-LONGEST_BY_DEFAULT, LONGEST = 64, 600
+DEFAULT_MAX_THRESHOLD, MAX_THRESHOLD = 64, 600
 
 #: Whether to verify: ``None`` is by default, a function gets the report.
 Verify = bool | Callable[[Report], None] | None
@@ -68,7 +68,7 @@ def load_verified(subject: Subject, verify: Verify, load: Callable[[str], E]) ->
     if callable(verify):
         verify(report)
     elif not report.passed:
-        if asked or report.dtype not in HALF:
+        if asked or report.dtype not in HALF_DTYPES:
             _close(engine)
             raise EngineError(report.refusal())
         # Nobody asked, and how far engines round in half precision is known of few families.
@@ -97,10 +97,10 @@ def _loaded(subject: Subject, asked: bool, load: Callable[[str], E]) -> tuple[E,
     reference = _reference(subject, asked)
     with reference:
         served = copy_of(subject, reference) if asked else None
-        reference.begin(LONGEST if asked else LONGEST_BY_DEFAULT)
+        reference.begin(MAX_THRESHOLD if asked else DEFAULT_MAX_THRESHOLD)
         engine = load(subject.model)
         try:
-            with reference.ended_after(None if asked else PATIENCE):
+            with reference.ended_after(None if asked else MAX_WAIT_SECONDS):
                 report = compare(
                     subject,
                     reference,
@@ -127,7 +127,7 @@ def _reference(subject: Subject, asked: bool) -> Reference:
     folder = subject.folder()
     if folder is None:
         raise Unanswered("it is neither a model's folder nor in the hub's cache yet")
-    if not asked and (seconds := seconds_for(folder)) > MOST_SECONDS:
+    if not asked and (seconds := seconds_for(folder)) > MAX_REFERENCE_SECONDS:
         raise Unanswered(f"transformers' rows would take about {seconds:.0f} seconds")
     return Reference(subject, folder)
 

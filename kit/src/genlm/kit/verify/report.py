@@ -13,7 +13,7 @@ from genlm.kit.verify.subject import Subject
 #: graphics processors round the factors of products. If the log-probabilities of a row are nearly
 #: equal, another model's are too, so the limit is then this share of their standard deviation, but
 #: at least the second number.
-CLOSE, CLOSEST = 2e-2, 1e-3
+MAX_NATS, MIN_LIMIT_NATS = 2e-2, 1e-3
 
 #: By how many times an engine's rounding may exceed that of transformers in the same type. A small
 #: sound model exceeds it by more than four times: Nemotron-H in bfloat16 on mlx.
@@ -27,7 +27,7 @@ def allowed(noise: float, spread: float) -> float:
         noise: How far transformers' own rows are apart in float32 and in the engine's type.
         spread: The standard deviation of the log-probabilities of a row.
     """
-    return max(CLOSEST, CLOSE * min(1.0, spread), ROUNDING_MARGIN * noise)
+    return max(MIN_LIMIT_NATS, MAX_NATS * min(1.0, spread), ROUNDING_MARGIN * noise)
 
 
 @frozen

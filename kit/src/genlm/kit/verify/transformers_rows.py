@@ -33,16 +33,16 @@ BASES = ("rope_theta", "partial_rotary_factor")
 
 #: The most bytes of weights that are held in memory. The weights of larger models are read from
 #: disk layer by layer.
-IN_MEMORY = 2 << 30
+MAX_BYTES_IN_MEMORY = 2 << 30
 
 #: The first version of accelerate that leaves all weights of a model on disk.
-OFFLOADS = "1.15"
+MIN_ACCELERATE_VERSION = "1.15"
 
 #: The value of a scaled copy's thresholds, in tokens. Some engines count in blocks of this size.
-NEAR = 16
+COPY_THRESHOLD_TOKENS = 16
 
 #: The smallest head size for which engines have kernels.
-LEAST_HEAD = 32
+MIN_HEAD_SIZE = 32
 
 #: Files that a scaled copy replaces or does not need.
 OF_THE_WEIGHTS = (
@@ -227,7 +227,7 @@ def scaled(question: Scale) -> Scaled | None:
     config = configuration(evolve(source, changes={}))
     known = type(config) in AutoModelForCausalLM._model_mapping
     kind = AutoModelForCausalLM if known else AutoModelForMultimodalLM
-    near = {one.path: NEAR for one in thresholds(config.to_dict())}
+    near = {one.path: COPY_THRESHOLD_TOKENS for one in thresholds(config.to_dict())}
     try:
         model = small_model(kind.from_config, config, torch.device("cpu"), near, _factors(config))
     except ValueError as error:
@@ -256,7 +256,7 @@ def nearer(options: Any, values: Mapping[str, int]) -> Any:
                 return json.dumps(changed(name, json.loads(value)))
             except ValueError:
                 return value
-        return NEAR if type(value) is int and (name, value) in known else value
+        return COPY_THRESHOLD_TOKENS if type(value) is int and (name, value) in known else value
 
     return changed(None, options)
 
@@ -265,8 +265,8 @@ def _factors(config: Any) -> Sequence[int]:
     """How much narrower a copy may be for which engines have kernels."""
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None) or 1
-    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", LEAST_HEAD) // heads
-    return [factor for factor in FACTORS if size // factor >= LEAST_HEAD] or [1]
+    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", MIN_HEAD_SIZE) // heads
+    return [factor for factor in FACTORS if size // factor >= MIN_HEAD_SIZE] or [1]
 
 
 def configuration(source: Source) -> Any:
@@ -331,11 +331,12 @@ def _loaded(key: bytes) -> Any:
         "dtype": getattr(torch, source.dtype),
         "output_loading_info": True,
     }
-    if source.size > IN_MEMORY:
+    if source.size > MAX_BYTES_IN_MEMORY:
         if not offloads_whole_models():
             raise CannotCompute(
                 f"{source.size / 1e9:.1f} GB of weights are read layer by layer with accelerate, "
-                f"from {OFFLOADS} on; pip install 'accelerate>={OFFLOADS}'"
+                f"from {MIN_ACCELERATE_VERSION} on; "
+                f"pip install 'accelerate>={MIN_ACCELERATE_VERSION}'"
             )
         options |= {"device_map": {"": "disk"}, "offload_folder": source.scratch}
     known = type(config) in AutoModelForCausalLM._model_mapping
@@ -360,7 +361,7 @@ def offloads_whole_models() -> bool:
     except PackageNotFoundError:
         return False
     major, minor = installed.split(".")[:2]
-    return (int(major), int(minor)) >= tuple(map(int, OFFLOADS.split(".")))
+    return (int(major), int(minor)) >= tuple(map(int, MIN_ACCELERATE_VERSION.split(".")))
 
 
 def load(source: Source) -> Any:

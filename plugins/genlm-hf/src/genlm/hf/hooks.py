@@ -17,7 +17,7 @@ from genlm.hf.trials import TRIALS
 
 #: For how many sets of hooks the effect is remembered: a program may set and remove the same hooks
 #: around each request.
-KNOWN_SETS = 16
+MAX_KNOWN_SETS = 16
 
 
 @frozen
@@ -75,7 +75,7 @@ class ForeignHooks:
         no other function can have the same identity."""
         self._known[_key(functions)] = functions, rows, why
         self._known.move_to_end(_key(functions))
-        while len(self._known) > KNOWN_SETS:
+        while len(self._known) > MAX_KNOWN_SETS:
             self._known.popitem(last=False)
 
     def _tried(self) -> tuple[torch.Tensor, str | None]:

@@ -15,7 +15,7 @@ from genlm.hf.upload import Places, Upload
 
 #: All layers lie in about this many tensors. With fewer, slots are moved in fewer kernels. With
 #: more, less memory is needed for two copies while the pool grows.
-SLABS = 4
+SLAB_COUNT = 4
 
 
 class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types
@@ -150,7 +150,7 @@ class SlotPool(Cache):  # type: ignore[misc]  # transformers ships no types
                 states = getattr(layer, name)
                 kind = states.shape[1], states.shape[3], states.dtype, states.device
                 kinds.setdefault(kind, []).append((at, name))
-        size = -(-2 * len(self.layers) // SLABS)
+        size = -(-2 * len(self.layers) // SLAB_COUNT)
         return [
             parts[first : first + size]
             for parts in kinds.values()

@@ -10,13 +10,13 @@ import torch
 from genlm.kit.settings import rope_reach
 
 #: The names under which configurations give the number of positions.
-COUNTS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+POSITION_SETTINGS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 
 
 def longest_context(model: Any) -> int | None:
     """The most tokens that a model has positions for; ``None`` if its positions are not limited."""
     config = model.config.get_text_config(decoder=True)
-    named = [getattr(config, name, None) for name in COUNTS]
+    named = [getattr(config, name, None) for name in POSITION_SETTINGS]
     counts = [count for count in named if isinstance(count, int) and count > 0]
     if not counts:
         return None

@@ -23,7 +23,7 @@ from genlm.hf.runner import Runner
 from genlm.hf.trials import TRIALS, Trial, ragged, static
 from genlm.kit.memory import is_out_of_memory
 from genlm.kit.nan_rows import NanErrors
-from genlm.kit.scaled_copy import TOKENS, Threshold, small_model, thresholds
+from genlm.kit.scaled_copy import VOCABULARY_TOKENS, Threshold, small_model, thresholds
 
 logger = get_logger()
 
@@ -348,7 +348,7 @@ class ScaledCopies:
             if reuse in OVER_SLOTS:
                 _use_slot_attention(scaled)
             for lengths in around:
-                contexts = _random_contexts(TOKENS - 4, lengths)
+                contexts = _random_contexts(VOCABULARY_TOKENS - 4, lengths)
                 expected = _logprobs([runner.plain([context], [None]) for context in contexts])
                 noise = noise_of(runner, contexts, expected)
                 if noise > MAX_NOISE_NATS:

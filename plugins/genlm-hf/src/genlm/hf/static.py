@@ -22,11 +22,11 @@ from genlm.kit.segments import Slot
 logger = get_logger()
 
 #: The width of a step is a multiple of this many columns.
-COLUMNS = 64
+COLUMN_MULTIPLE = 64
 
 #: From this step on, a shape has a step of constant shape. The next one is recorded: the first
 #: forward may allocate memory that later forwards use.
-RECORDED_AFTER = 3
+STEPS_BEFORE_RECORDING = 3
 
 
 @frozen
@@ -44,7 +44,7 @@ class StaticShape:
     @classmethod
     def of(cls, runner: Runner, rows: int, length: int) -> StaticShape:
         """The smallest shape for ``rows`` contexts of at most ``length`` tokens."""
-        width = -(-length // COLUMNS) * COLUMNS
+        width = -(-length // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
         return cls(1 << (rows - 1).bit_length(), min(width, runner.pool.columns))
 
 
@@ -181,7 +181,7 @@ class StaticSteps:
         if key in self._refused:
             return None
         self._came[key] += 1
-        if self.recorder is not None and self._came[key] < RECORDED_AFTER:
+        if self.recorder is not None and self._came[key] < STEPS_BEFORE_RECORDING:
             return None
         step = self._steps.get(key)
         if step is None:

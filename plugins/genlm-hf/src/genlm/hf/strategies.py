@@ -20,7 +20,7 @@ from genlm.hf.layout import Chunks, ranges
 from genlm.hf.reuse import Choice, ReuseMode
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Run, Snapshots, steps
-from genlm.hf.static import COLUMNS, StaticSteps
+from genlm.hf.static import COLUMN_MULTIPLE, StaticSteps
 from genlm.hf.table import PoolTable
 from genlm.kit.kv.placement import Placement, nested
 from genlm.kit.kv.planner import Planner
@@ -41,7 +41,7 @@ Part = tuple[Placed, int, int]
 SHARING_COSTS = SharingCosts()
 
 #: Recorded steps may take this part of the memory for state: 8 means an eighth.
-RECORDED_SHARE = 8
+GRAPH_MEMORY_DIVISOR = 8
 
 #: A forward. Its arguments are chunks, their tokens, an adapter for each chunk, and the indices of
 #: the wanted tokens; it returns their logits.
@@ -466,9 +466,9 @@ def strategy_for(choice: Choice, runner: Runner, max_tokens: int, budget: int) -
     shares, static = reuse is ReuseMode.SHARED, None
     if choice.static:
         # A resize drops the recordings, so resizes should be rare.
-        sharing = evolve(sharing, step=COLUMNS)
+        sharing = evolve(sharing, step=COLUMN_MULTIPLE)
         recorder = recorder_for(runner.device)
-        share = 0 if recorder is None else budget // RECORDED_SHARE
+        share = 0 if recorder is None else budget // GRAPH_MEMORY_DIVISOR
         static = StaticSteps(runner, recorder, share)
         budget -= share
     planner: Planner[TokenSequence] = Planner(PoolTable(runner.pool, budget), sharing, shares)

@@ -32,7 +32,7 @@ MAX_TOKENS_SCORED_TOGETHER = 128
 
 #: About the most rows in memory at once; and, in a store with a separate state for each
 #: continuation, the most continuations at once, since a state may be large.
-ROWS, STATES = 512, 32
+MAX_ROWS, MAX_STATES = 512, 32
 
 #: What makes a model of a wider range than float16.
 WIDER = "mlx_lm.convert --dtype bfloat16 writes a model of a wider range"
@@ -247,8 +247,8 @@ def _scored(
     sizes = [*map(len, continuations)]
     scores = torch.empty(sum(sizes), dtype=torch.float32)
     ends = [*accumulate(piece.keep for piece in wanted.pieces)]
-    states = STATES if isinstance(store, Blocks) else len(ends)
-    for _, group in groupby(range(len(ends)), key=lambda at: (ends[at] // ROWS, at // states)):
+    states = MAX_STATES if isinstance(store, Blocks) else len(ends)
+    for _, group in groupby(range(len(ends)), key=lambda at: (ends[at] // MAX_ROWS, at // states)):
         numbers = [*group]
         for owners, logits in store.results([wanted.pieces[at] for at in numbers]):
             rows, tokens, places = wanted.read([numbers[owner] for owner in owners])

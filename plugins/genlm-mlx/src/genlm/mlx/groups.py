@@ -16,7 +16,7 @@ from genlm.mlx.chunk import Chunk, LayerState
 
 #: Added to the logit of a masked position. With minus infinity, a part in which all positions are
 #: masked would have no finite maximum.
-FAR_BELOW = -1e30
+MASKED_LOGIT = -1e30
 
 
 @frozen(eq=False)
@@ -113,7 +113,7 @@ class Part:
                 seen &= column > last - window
             mask = None if seen.all() else mx.array(seen)
             if repeats and mask is not None:
-                added = np.where(seen, 0, FAR_BELOW).astype(np.float32)
+                added = np.where(seen, 0, MASKED_LOGIT).astype(np.float32)
                 mask = mx.array(np.tile(added, (1, 1, repeats, 1)))
             self._masks[window, repeats] = mask
         return self._masks[window, repeats]

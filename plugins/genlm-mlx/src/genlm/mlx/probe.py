@@ -24,20 +24,20 @@ TOLERANCE, COARSE_TOLERANCE = 5e-4, 0.1
 
 #: The number of sequences in a batch of the probe. It equals no number of heads, because masks and
 #: states of a wrong shape might otherwise broadcast by accident.
-BATCHES = (5, 7)
+BATCH_SIZES = (5, 7)
 
 #: The most tokens of each sequence that the probe feeds at a time, so that sequences of unequal
 #: length take several chunks.
-CHUNK = 3
+CHUNK_TOKENS = 3
 
 #: Costs of sharing that are so low that short contexts share.
 SHARING_COSTS = SharingCosts(sharing=2, product=2, trunk=16)
 
 #: The width of a repaired window during the probe, which is less than the length of its contexts.
-WINDOW = 6
+WINDOW_TOKENS = 6
 
 #: The errors that models raise for a cache for which they were not written.
-REFUSED = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError)
+CACHE_ERRORS = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError)
 
 
 def store_of(runner: Runner, max_bytes: int | None) -> Blocks | Store | None:
@@ -51,14 +51,14 @@ def store_of(runner: Runner, max_bytes: int | None) -> Blocks | Store | None:
             return Store(runner, max_bytes, on_close=hooked)
         hooked()
     for ragged in (True, False):
-        if all(_batches(runner, count, ragged) for count in BATCHES):
+        if all(_batches(runner, count, ragged) for count in BATCH_SIZES):
             return Blocks(runner, max_bytes, ragged)
     return None
 
 
 def _batches(runner: Runner, count: int, ragged: bool) -> bool:
     """Whether ``count`` sequences, of equal length or not, are right in one cache."""
-    chunked = Runner(runner.model, runner.adapters, CHUNK * count)
+    chunked = Runner(runner.model, runner.adapters, CHUNK_TOKENS * count)
     return _right(chunked, lambda: Blocks(chunked, 0, ragged), _unequal(count))
 
 
@@ -74,7 +74,7 @@ def _can_share(runner: Runner) -> bool:
 
 def _shares(runner: Runner) -> bool:
     """Whether attention over keys in several places agrees with the model's, which is hooked."""
-    few, more = BATCHES
+    few, more = BATCH_SIZES
     batches = [*_unequal(few), *_behind_prompts(more)]
     return _right(runner, lambda: Store(runner, 0, SHARING_COSTS), batches)
 
@@ -104,10 +104,10 @@ def _right(
     runner: Runner, make: Callable[[], Blocks | Store], batches: Sequence[Sequence[Key]]
 ) -> bool:
     """Whether a store's rows of consecutive batches agree with rows computed alone."""
-    with narrowed(runner.model, WINDOW):  # so narrow that short contexts exceed it
+    with narrowed(runner.model, WINDOW_TOKENS):  # so narrow that short contexts exceed it
         try:
             store = make()
-        except REFUSED:
+        except CACHE_ERRORS:
             return False
         try:
             return all(_agree(runner, store, keys) for keys in batches)
@@ -119,7 +119,7 @@ def _right(
 def _agree(runner: Runner, store: Blocks | Store, keys: Sequence[Key]) -> bool:
     try:
         batched = _probabilities(store.logits([Query(key[1:]) for key in keys]))
-    except REFUSED:
+    except CACHE_ERRORS:
         return False
     alone = _probabilities(mx.concatenate([runner.cold(key) for key in keys]))
     variation = np.abs(batched - alone).sum(axis=-1).max() / 2

@@ -18,8 +18,9 @@ BLOCK_TOKENS = 32
 #: The most prefixes that are remembered; each takes about 130 bytes.
 MAX_PREFIXES = 100_000
 
-#: A replica is overloaded if it has more than SLACK requests, and more than EXCESS times its share.
-SLACK, EXCESS = 4, 1.25
+#: A replica is overloaded if it has more than this many requests, and more than this many times its
+#: share.
+MIN_OVERLOAD_REQUESTS, OVERLOAD_RATIO = 4, 1.25
 
 
 class Affinity(Generic[M]):
@@ -46,7 +47,10 @@ class Affinity(Generic[M]):
         """
         known = self._known
         # The share counts all requests, so that it does not depend on the order of placement.
-        overload = max(SLACK, EXCESS * (sum(loads.values()) + len(queries)) / len(loads))
+        overload = max(
+            MIN_OVERLOAD_REQUESTS,
+            OVERLOAD_RATIO * (sum(loads.values()) + len(queries)) / len(loads),
+        )
         for query in queries:
             unknown: list[int] = []
             load = overload

@@ -17,7 +17,7 @@ from genlm.core.errors import BackendUnavailableError, InvalidOptionError
 LOCAL = "local"
 
 #: Seconds to wait for a connection to a cluster's head.
-CONNECT_TIMEOUT = 10.0
+CONNECT_SECONDS = 10.0
 
 
 class Cluster:
@@ -91,7 +91,7 @@ def connect(ray: Any, address: str) -> None:
             ) from error
     try:
         if address != LOCAL:  # Ray itself waits for minutes if nothing listens at the address
-            socket.create_connection(host_and_port(address), timeout=CONNECT_TIMEOUT).close()
+            socket.create_connection(host_and_port(address), timeout=CONNECT_SECONDS).close()
         ray.init(address, **options)
     except OSError as error:
         if address == LOCAL:

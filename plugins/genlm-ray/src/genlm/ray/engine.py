@@ -96,7 +96,7 @@ class RayEngine:
         ]
         # Ray ends a program's own replicas with the program. On shared replicas the session must
         # end by itself.
-        lease = LEASE_PULSES * watch.PULSE if self._shared else None
+        lease = LEASE_PULSES * watch.PULSE_SECONDS if self._shared else None
         per_call = options.function_timeout
         loading = (lease, per_call, options.backend, absolute(model), dict(options.backend_opts))
         patience, now = options.start_timeout, time.monotonic()

@@ -25,7 +25,7 @@ from genlm.ray.functions import Functions, Lacking
 from genlm.ray.log import Action, Change, Entry, Log
 from genlm.ray.member import Call, Job, Journey, Member, State, alive
 from genlm.ray.placing import MAX_DEATHS, Placing
-from genlm.ray.watch import HOPE, MAX_REFUSED_STARTS, Watch
+from genlm.ray.watch import MAX_REFUSED_STARTS, STARTING_SECONDS, Watch
 from genlm.ray.wire import Ask, Busy, Description, Gone, Unanswered, ask
 
 log = get_logger()
@@ -350,7 +350,7 @@ class Fleet:
             idle = member.loaded and not any(call.entry for call in member.calls)
             if idle and member not in self._placing.busy:
                 self._go(self._reconcile(member))
-        coming = any(self._watch.awaited(member, HOPE) for member in self.members)
+        coming = any(self._watch.awaited(member, STARTING_SECONDS) for member in self.members)
         while portion := self._placing.next(coming):
             self._go(self._ask(*portion))
 

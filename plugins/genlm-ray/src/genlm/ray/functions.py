@@ -27,7 +27,7 @@ KEPT_FUNCTIONS = 1000
 PLAIN = (float, int, str, bytes, bool, type(None))
 
 #: The types of containers whose elements are checked, and how deeply nested they may be.
-CONTAINERS, DEPTH = frozenset({tuple, list}), 4
+CONTAINERS, MAX_DEPTH = frozenset({tuple, list}), 4
 
 
 @frozen
@@ -91,7 +91,7 @@ def unpicklable(what: str, value: Any) -> Exception | None:
 def are_plain(values: Sequence[Any]) -> bool:
     """Whether these are plain values, or tuples and lists of such ones: pickling cannot fail."""
     left = values
-    for _ in range(DEPTH):
+    for _ in range(MAX_DEPTH):
         nested = {*map(type, left)}.difference(PLAIN)
         if not nested:
             return True

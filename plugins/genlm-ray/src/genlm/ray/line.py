@@ -21,10 +21,10 @@ from genlm.ray.wire import Gone, received
 from ray.exceptions import UnserializableException
 
 #: How many calls a replica takes at a time, far more than programs make.
-CONCURRENCY = 10_000
+MAX_CONCURRENT_CALLS = 10_000
 
 #: The actor class that Ray starts. It is made once, because Ray keeps every class that it is given.
-ACTOR: Any = ray.remote(concurrency_groups={WATCH: CONCURRENCY})(Replica)
+ACTOR: Any = ray.remote(concurrency_groups={WATCH: MAX_CONCURRENT_CALLS})(Replica)
 
 #: Ray's errors for an answer that cannot be unpickled, although the replica is well.
 UNREADABLE = (ray.exceptions.RaySystemError, UnserializableException)
@@ -61,7 +61,7 @@ class Line:
             self.made = True
             with contextlib.suppress(ValueError):
                 self.made = not ray.get_actor(name, namespace=NAMESPACE)
-            actor = ACTOR.options(max_concurrency=CONCURRENCY, **self.options)
+            actor = ACTOR.options(max_concurrency=MAX_CONCURRENT_CALLS, **self.options)
             self.actors[self.index] = actor.remote()
         except ValueError as error:  # for example, num_gpus=1.5
             self.failure = InvalidOptionError(

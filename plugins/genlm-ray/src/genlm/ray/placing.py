@@ -32,7 +32,7 @@ LIMITS: dict[type, tuple[int, int]] = {
 MAX_DEATHS = 3
 
 #: How many replicas try suspects at a time, and into how many groups suspects are divided.
-TRIALS, GROUPS = 2, 8
+MAX_TRIALS, SUSPECT_GROUPS = 2, 8
 
 #: A replica, the jobs of one call to it, and whether they are suspects.
 Portion = tuple[Member, list[Job], bool]
@@ -128,7 +128,7 @@ class Placing:
         members = [member for member in self._ready if member.trial is None]
         trials = len(self._ready) - len(members)
         members = [member for member in members if member not in self.busy]
-        if not (self._suspects and members) or trials >= TRIALS:
+        if not (self._suspects and members) or trials >= MAX_TRIALS:
             return
         if len(members) == 1 and not self._may_try_on_last(members[0], coming):
             return
@@ -155,7 +155,7 @@ class Placing:
 
     def split(self, jobs: Sequence[Job]) -> None:
         """Try jobs again in smaller groups."""
-        size = -(-len(jobs) // GROUPS) or 1
+        size = -(-len(jobs) // SUSPECT_GROUPS) or 1
         for start in range(0, len(jobs), size):
             self._suspect(jobs[start : start + size])
 

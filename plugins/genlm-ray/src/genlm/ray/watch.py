@@ -2,7 +2,7 @@
 time.
 
 One call to each replica is always under way, even if the replica has no work, so Ray reports the
-death of its process or node at once. This call returns every ``PULSE`` seconds. It has a
+death of its process or node at once. This call returns every ``PULSE_SECONDS``. It has a
 concurrency group of its own, so that no amount of work delays it. If it does not return, the
 replica hangs, which Ray does not notice.
 """
@@ -17,7 +17,7 @@ from genlm.ray.member import Member, State
 
 #: The seconds that a call of the watch takes, and the number of calls without an answer after which
 #: a replica counts as dead.
-PULSE, SILENT = 10.0, 6
+PULSE_SECONDS, MAX_MISSED_PULSES = 10.0, 6
 
 #: After this many pulses without a message from a program, a replica drops the program's adapters
 #: and pinned prompts.
@@ -30,7 +30,7 @@ MAX_REFUSED_STARTS = 3
 
 #: The most seconds between two attempts to start a replica, and the seconds within which a starting
 #: replica is expected to be ready.
-REST, HOPE = 60.0, 60.0
+MAX_RETRY_SECONDS, STARTING_SECONDS = 60.0, 60.0
 
 
 @define
@@ -42,7 +42,7 @@ class Watch:
     _seen: float
     now: float = 0.0  # the program's own time, which does not pass while the process is stopped
     alive_at: float = 0.0  # when a replica was last ready
-    pulse: float = field(factory=lambda: PULSE)  # seconds that a call of the watch takes
+    pulse: float = field(factory=lambda: PULSE_SECONDS)  # seconds that a call of the watch takes
 
     def look(self, now: float) -> list[Member]:
         """The replicas whose time is over: silent ones, ones that have been loading for too long,
@@ -54,9 +54,10 @@ class Watch:
         return [member for member in self.members if self.now >= self._due(member)]
 
     def _due(self, member: Member) -> float:
-        rest: float = min(2 ** (member.failures - 1), REST)  # an int could grow without bound
+        # The power is an int, which grows without bound.
+        rest: float = min(2 ** (member.failures - 1), MAX_RETRY_SECONDS)
         limits = {State.STARTING: self.patience, State.RESTING: rest}
-        return member.heard_at + limits.get(member.state, SILENT * self.pulse)
+        return member.heard_at + limits.get(member.state, MAX_MISSED_PULSES * self.pulse)
 
     def enter(self, member: Member, state: State) -> None:
         member.state = state

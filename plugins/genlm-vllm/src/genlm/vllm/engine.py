@@ -26,7 +26,7 @@ from genlm.vllm.sessions import Sessions
 log = get_logger()
 
 #: The largest share of the mass that rounding may move between tokens, in any precision.
-SAME = 0.05
+MAX_MOVED_MASS = 0.05
 
 
 class VllmEngine:
@@ -251,7 +251,7 @@ class VllmEngine:
             for known in (ids[:3], ids[:4]):
                 self.evaluate_alone(Query(known))
             off = distance(self.evaluate_alone(Query(ids)), cold)
-            reason = f"rows are {off:.2g} apart" if off > SAME else None
+            reason = f"rows are {off:.2g} apart" if off > MAX_MOVED_MASS else None
         except EngineDeadError:
             raise
         except Exception as error:

@@ -12,7 +12,7 @@ from genlm.vllm.request import Output, VllmRequest
 
 # How many steps may compute no token, beyond those that the prompts in flight explain, before vLLM
 # counts as standing still, and before the engine is given up.
-STILL, PATIENCE = 30, 1000
+STANDSTILL_STEPS, GIVE_UP_STEPS = 30, 1000
 
 
 class RequestsInFlight:
@@ -90,7 +90,7 @@ class RequestsInFlight:
         self.tokens = self._idle_steps = 0
         return dropped
 
-    def has_stood_still(self, steps: int = STILL) -> bool:
+    def has_stood_still(self, steps: int = STANDSTILL_STEPS) -> bool:
         """Whether vLLM has made more than this many steps without computing anything."""
         return self._idle_steps > steps + self.tokens // self._core.longest_chunk
 
@@ -105,7 +105,7 @@ class RequestsInFlight:
         A step without results may be one of many that compute a long prompt.
         """
         self._idle_steps = 0 if outputs or not self._by_id else self._idle_steps + 1
-        if self.has_stood_still(PATIENCE):
+        if self.has_stood_still(GIVE_UP_STEPS):
             raise EngineError(
                 f"vLLM made {self._idle_steps} steps without computing anything for "
                 f"{len(self._by_id)} requests; load with a larger kv_cache_memory_bytes or "

@@ -49,7 +49,7 @@ OF_OUTPUTS = attrgetter(*OUTPUT_FIELDS[:3])
 #: The field in which vLLM returns the log-probabilities of chosen prompt tokens, if it can.
 SCORES_BY_ID = "prompt_token_id_logprobs"
 
-LIVENESS = 1.0  # seconds between checks whether a silent engine process is alive
+LIVENESS_SECONDS = 1.0  # seconds between checks whether a silent engine process is alive
 
 
 def _unsupported(reason: str) -> BackendUnavailableError:
@@ -234,7 +234,7 @@ class EngineCore:
 
     def step(self) -> list[Output]:
         """Make one step if the engine core is in this process. Otherwise wait for the next step of
-        its own process, at most ``LIVENESS`` seconds."""
+        its own process, at most ``LIVENESS_SECONDS`` seconds."""
         if self._in_process:
             with self._stream.entered():
                 if self._running is not None:
@@ -243,7 +243,7 @@ class EngineCore:
         # get_output is not used, because it waits for ever if the engine's process is killed
         # meanwhile.
         try:
-            given = self._client.outputs_queue.get(timeout=LIVENESS)
+            given = self._client.outputs_queue.get(timeout=LIVENESS_SECONDS)
         except queue.Empty:
             self._client.ensure_alive()
             return []

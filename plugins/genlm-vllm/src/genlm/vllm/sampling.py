@@ -18,7 +18,7 @@ from genlm.vllm.new_requests import READS_KEY
 # vLLM raises lower temperatures to this one, and treats the very lowest as 0.
 LOWEST_TEMPERATURE = 0.01
 HIGHEST_TEMPERATURE = 2.0  # vLLM rejects higher temperatures
-SEEDS = 1 << 63
+SEED_COUNT = 1 << 63
 
 #: The seed of requests that draw the likeliest token. They need none, but without one the model
 #: runner V2 would draw one from NumPy's global generator.
@@ -78,14 +78,14 @@ def draw_params(params: SamplingParams, seeds: random.Random | None) -> Any:
     """
     seed = params.seed
     if seed is None and seeds is not None:
-        seed = seeds.randrange(SEEDS)
+        seed = seeds.randrange(SEED_COUNT)
     return _params(
         {},
         max_tokens=params.max_tokens,
         temperature=params.temperature,
         top_k=params.top_k or 0,
         top_p=1.0 if params.top_p is None else params.top_p,
-        seed=None if seed is None else seed % SEEDS,  # vLLM treats -1 as no seed
+        seed=None if seed is None else seed % SEED_COUNT,  # vLLM treats -1 as no seed
         stop_token_ids=sorted(params.stop_token_ids),
     )
 

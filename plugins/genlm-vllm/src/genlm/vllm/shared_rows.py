@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 #: The most bytes of rows that are shared at a time; more rows are sent in parts.
-MOST_BYTES = 128 << 20
+MAX_BYTES = 128 << 20
 
 #: How many random bytes at its beginning tell the memory from another file with its path.
 MARK_BYTES = 64
@@ -49,7 +49,7 @@ class SharedRows:
 
     def __init__(self, width: int) -> None:
         self._bytes = 4 * width
-        self.most = max(MOST_BYTES // self._bytes, 1)
+        self.most = max(MAX_BYTES // self._bytes, 1)
         self._memory: torch.Tensor | None = None
         self._place: Place | None = None
         self._file = -1
