@@ -114,7 +114,7 @@ def test_unsupported_feature_is_rejected_by_its_setting_or_tensor(write, setting
     adapter.require({feature}, "the engine")
 
 
-def test_trained_token_embeddings(write):
+def test_trained_token_embeddings_become_a_feature(write):
     for indices in ([3, 5], {"embed_tokens": [3, 5]}):
         adapter = read_adapter(write({**lora(Q), TOKENS: [2, 8]}, trainable_token_indices=indices))
         assert list(adapter.features) == [Feature.TOKENS]
@@ -147,7 +147,7 @@ def test_the_output_layer_embeddings_and_their_tying_are_features(write):
     assert not read_adapter(write(ensure_weight_tying=True)).features  # nothing is tied here
 
 
-def test_scales_and_ranks_by_module(write):
+def test_scales_and_ranks_follow_patterns_of_modules(write):
     adapter = read_adapter(
         write(
             {**lora(Q), **lora(V, rank=3)},
@@ -233,7 +233,7 @@ def test_rank_of_adapted_parameters_counts_all_experts(write, target, module):
     assert read_adapter(folder).modules[module].rank == 16
 
 
-def test_shapes_of_a_model():
+def test_module_shapes_lists_linear_layers_and_embeddings():
     model = torch.nn.ModuleDict(
         {"a": torch.nn.Linear(3, 4), "b": torch.nn.Embedding(5, 6), "c": torch.nn.ReLU()}
     )
@@ -369,7 +369,7 @@ def test_path_that_is_no_folder_is_rejected(write):
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e300])
-def test_weights_that_are_not_finite(write, number):
+def test_infinite_and_nan_weights_are_rejected(write, number):
     """Some rows would be NaN; others are finite, because attention hides NaN, and mean nothing.
     Nothing computes in float64."""
     folder = write()
@@ -411,7 +411,7 @@ def refused_if(lacks: bool, message: str) -> AbstractContextManager[object]:
         ({"target_modules": ["q_proj"], "exclude_modules": "(.|.)*(.|.)*(.|.)*[YZ]"}, True),
     ],
 )
-def test_a_file_that_lacks_a_layer(write, settings, lacks, monkeypatch):
+def test_file_without_a_targeted_layer_is_rejected(write, settings, lacks, monkeypatch):
     monkeypatch.setattr(names, "EXPRESSION_SECONDS", 0.1)
     adapter = read_adapter(write(**settings))
     model = {Q: (8, 8), OTHER: (8, 8), "model.layers.0.self_attn.my_q_proj": (8, 8)}

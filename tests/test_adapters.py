@@ -123,7 +123,7 @@ def test_unknown_adapter_is_rejected(lm, gate):
     assert gate.batches == []
 
 
-def test_adapters_are_listed_and_not_added_there(lm):
+def test_list_of_adapters_cannot_be_written_to(lm):
     with pytest.raises(TypeError, match="does not support item"):
         lm.adapters["b"] = lm.adapters["a"]
     assert list(lm.adapters) == ["a"]
@@ -135,7 +135,7 @@ def test_invalid_adapter_name_is_rejected(mock, name):
         mock().add_new_lora("path", name)
 
 
-def test_the_path_and_the_version_of_an_adapter():
+def test_adapters_get_a_string_path_and_a_new_version():
     """Engines take version 0 for the base model."""
     registry = AdapterRegistry()
     made = [registry.new("a", path) for path in ("path/a", b"path/a", Path("path/a"))]

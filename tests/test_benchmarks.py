@@ -151,7 +151,7 @@ def test_results_of_another_day_are_kept(bench):
     assert "## batcher" in command.RESULTS.with_name("RESULTS.md").read_text()
 
 
-def test_quick_figures_replace_no_others(tmp_path, bench):
+def test_quick_figures_replace_no_full_figures(tmp_path, bench):
     write(results(10), command.RESULTS)
     before = command.RESULTS.read_text()
     assert bench(runs_of("trie", "ours", 99), "trie", "--quick") == 0

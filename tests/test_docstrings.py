@@ -26,7 +26,7 @@ def modules_with_examples() -> list[str]:
 
 
 @pytest.mark.parametrize("name", modules_with_examples())
-def test_the_examples_of_a_module(name: str) -> None:
+def test_examples_in_docstrings_run(name: str) -> None:
     structlog.reset_defaults()  # a test that captures logs leaves them printed
     failed, attempted = doctest.testmod(importlib.import_module(name))
     assert attempted

@@ -138,7 +138,7 @@ def test_error_keeps_no_tensors_alive(mock, continuous):
     assert ", in evaluate" in "".join(traceback.format_exception(kept[3]))
 
 
-def test_the_author_of_a_hook_can_look_into_its_calls(mock):
+def test_error_of_a_hook_keeps_the_local_variables_of_its_calls(mock):
     def wrong(queries, rows):
         found = 7
         raise ValueError(f"{found} is wrong")
@@ -451,7 +451,7 @@ def test_prompt_that_cannot_be_pinned_again_is_given_up_alone(forgetful):
     assert {query.token_ids for query in engine.pinned} == {(1,), (3,), (6,)}
 
 
-def test_where_there_is_no_memory_for_copies_of_a_divided_batch_smaller_ones_are_tried(monkeypatch):
+def test_batch_without_memory_for_copies_is_divided_further(monkeypatch):
     class TakesTwo(MockEngine):
         @hookimpl
         def genlm_next_token_logprobs(self, queries):

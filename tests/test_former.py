@@ -34,12 +34,12 @@ from genlm.core.options import CORE
         ("release_all", "lm.clear_kv_cache"),
     ],
 )
-def test_a_former_attribute_of_a_model(name: str, instead: str) -> None:
+def test_former_attribute_of_a_model_names_its_replacement(name: str, instead: str) -> None:
     with MockAsyncLM() as lm, pytest.raises(AttributeError, match=instead):
         getattr(lm, name)
 
 
-def test_a_former_attribute_of_a_trie() -> None:
+def test_former_attribute_of_a_trie_names_its_replacement() -> None:
     trie = TokenCharacterTrie([b"a", b"b"])
     with pytest.raises(AttributeError, match=r"trie\.children"):
         _ = trie.jump
@@ -68,7 +68,7 @@ def test_unrelated_attributes_behave_normally() -> None:
             _ = lm.yours
 
 
-def test_a_subclass_that_does_not_load() -> None:
+def test_subclass_without_super_init_is_rejected() -> None:
     class Own(MockAsyncLM):
         def __init__(self) -> None:
             self.mine = 1
@@ -145,7 +145,7 @@ def test_names_looked_up_in_the_package_get_a_hint(name: str, right: str) -> Non
         getattr(genlm.core, "nothing")  # noqa: B009
 
 
-def test_kinds_of_requests_are_found_beside_each_other() -> None:
+def test_request_is_the_union_of_all_kinds() -> None:
     from genlm.core import Query, Request, SampleRequest, ScoreRequest
     from genlm.core.types import ReductionRequest
 
@@ -186,7 +186,7 @@ def test_a_blocking_method_that_is_awaited_names_the_remedy(mock, name, given) -
         lambda lm: lm.__aenter__(),
     ],
 )
-def test_a_model_awaited_in_an_event_loop_that_is_not_of_asyncio(mock, ask) -> None:
+def test_request_awaited_outside_asyncio_is_rejected_with_the_remedy(mock, ask) -> None:
     """As that of trio, which steps through coroutines itself."""
     awaited = ask(mock()).__await__()
     with pytest.raises(UnsupportedError, match=r"none runs here; .* trio\.to_thread\.run_sync"):

@@ -101,7 +101,7 @@ def test_valid_contexts_are_accepted(mock, context):
     )
 
 
-def test_a_context_of_the_greatest_length(mock):
+def test_context_of_the_greatest_length_is_accepted_and_a_longer_one_rejected(mock):
     lm = mock(max_context=10)
     assert lm.next_token_logprobs_sync([0] * 10).shape == (258,)
     assert len(lm.sample_sync([0] * 8, 3, [], seed=0)) == 3
@@ -179,7 +179,7 @@ def test_endless_iterable_is_read_up_to_the_limit(mock, monkeypatch):
         mock().next_token_logprobs_sync(itertools.repeat(1))
 
 
-def test_a_batch_of_the_greatest_length(mock, monkeypatch):
+def test_batch_of_the_greatest_length_is_accepted_and_a_longer_one_rejected(mock, monkeypatch):
     monkeypatch.setattr("genlm.core.context.MAX_CONTEXTS", 3)
     lm = mock()
     assert lm.batch_next_token_logprobs_sync([[1]] * 3).shape == (3, 258)
@@ -219,19 +219,19 @@ METHODS = [
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_arguments_that_no_method_has(mock, method):
+def test_unknown_arguments_of_methods_name_the_right_ones(mock, method):
     for other in ("lora", "adapter"):
         wanted = rf"{method} has no argument {other}: lora_name is .* add_new_lora"
         with pytest.raises(InvalidOptionError, match=wanted):
             getattr(mock(), method)(**{other: "poems"})
 
 
-def test_an_argument_that_rows_do_not_have(mock):
+def test_temperature_for_rows_is_rejected_with_the_remedy(mock):
     with pytest.raises(InvalidOptionError, match=r"temperature: .*\(row / t\).log_softmax"):
         mock().next_token_logprobs_sync([1], temperature=0.5)
 
 
-def test_arguments_that_a_method_needs(mock):
+def test_missing_arguments_are_named(mock):
     lm = mock()
     with pytest.raises(
         InvalidOptionError, match=r"^sample_sync needs max_tokens; it has prompt_to"

@@ -180,7 +180,7 @@ def test_a_step_that_is_woken_is_continued_by_the_next(monkeypatch):
     assert answer.request == Query((1,))
 
 
-def test_a_hugging_face_tokenizer(tmp_path):
+def test_mock_takes_a_hugging_face_tokenizer(tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed")
     write_tokenizer(tmp_path, "<s>", "the", "Ġcat")
     with (

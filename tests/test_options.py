@@ -139,7 +139,7 @@ def test_unknown_option_error_lists_all_options():
         lambda **options: AsyncLM(lambda: MockEngine(ByteTokenizer()), backend="mock", **options),
     ],
 )
-def test_a_misspelt_option_of_the_core(load):
+def test_misspelt_option_of_the_core_gets_a_suggestion(load):
     with pytest.raises(
         InvalidOptionError, match=r"no option batchsize \(did you mean batch_size\?\)"
     ):

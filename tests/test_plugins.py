@@ -214,7 +214,7 @@ def test_backend_without_a_preference_is_never_chosen(install, monkeypatch):
         choose_backend()
 
 
-def test_a_module_without_a_required_hook(install):
+def test_module_without_a_required_hook_is_rejected(install):
     install("empty", "")
     with pytest.raises(
         PluginError,

@@ -85,7 +85,7 @@ def test_a_particle_without_weight_has_no_copies(resample, uniform):
 
 @pytest.mark.parametrize("shift", [0.0, -2000.0, 2000.0])
 @pytest.mark.parametrize("weights", CASES, ids=str)
-def test_sizes_and_means(weights, shift):
+def test_effective_sample_size_and_log_mean_weight_equal_their_formulas(weights, shift):
     shifted = [each + shift for each in logs(weights)]
     size = sum(weights) ** 2 / sum(weight**2 for weight in weights)
     for make in KINDS.values():

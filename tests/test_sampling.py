@@ -274,7 +274,7 @@ def test_filters_apply_in_the_stated_order(temperature, top_k, top_p, min_p):
 )
 @pytest.mark.parametrize("values", [7, 3000])
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_filters_of_a_whole_vocabulary(monkeypatch, options, values, on_cpu):
+def test_filters_of_a_whole_vocabulary_keep_the_right_tokens(monkeypatch, options, values, on_cpu):
     """Also where many tokens are equal, some of them impossible; and by the operations that a GPU
     would take."""
     monkeypatch.setattr(drawer, "on_cpu", lambda device: on_cpu)

@@ -296,7 +296,7 @@ def test_closing_ends_a_blocking_draw(mock, gate):
 # --- what a model shows ---------------------------------------------------------------------------
 
 
-def test_the_most_likely_tokens(mock):
+def test_top_logprobs_gives_the_most_likely_tokens(mock):
     lm = mock()
     row = lm.next_token_logprobs_sync([1])
     best, second = lm.top_logprobs(row, 2)

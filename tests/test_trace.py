@@ -136,7 +136,7 @@ def test_trace_that_is_never_entered_warns(mock, path):
     assert recorded(path) == []
 
 
-def test_a_continuous_engine(mock, path):
+def test_trace_of_a_continuous_engine_has_every_step(mock, path):
     lm = mock(continuous=True, steps=3)
     with lm.trace(path):
         lm.next_token_logprobs_sync([1])

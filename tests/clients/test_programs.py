@@ -52,7 +52,7 @@ def theirs() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("program", clients.SMALL)
-def test_the_answers_are_those_over_genlm_backend(
+def test_answers_equal_those_over_genlm_backend(
     program: str, ours: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     """The same seeds draw the same texts, and weigh them alike."""

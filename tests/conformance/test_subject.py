@@ -28,7 +28,7 @@ from .faulty import OfTheMock, verdict_on
 pytestmark = pytest.mark.any_version
 
 
-def test_call_ends_quietly_after_its_waiter_gave_up() -> None:
+def test_call_ends_quietly_after_its_caller_gave_up() -> None:
     subject = Subject(ConformanceSuite())
     may_end = threading.Event()
     call = subject.thread(may_end.wait)

@@ -9,7 +9,7 @@ import pytest
 pytestmark = pytest.mark.any_version
 
 
-def test_the_next_token_and_the_next_bytes(example, lm):
+def test_next_bytes_sum_over_tokenisations(example, lm):
     compared = asyncio.run(example("next_bytes").compare(lm, "x", ["a", "ab"]))
     ((token, exact), (longer, both)) = compared
     row = lm.next_token_logprobs_sync([*b"x"]).exp()

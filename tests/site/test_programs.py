@@ -77,7 +77,7 @@ def test_blocks_of_the_page_start_print_their_outputs(printed_by: Callable[[str]
     assert "batches" in printed
 
 
-def test_the_programs_on_top_of_a_model() -> None:
+def test_programs_on_top_of_a_model_give_their_results() -> None:
     page = DOCS / "how-to/on-top.md"
     written = run_page(page, page.read_text())
 
@@ -119,7 +119,7 @@ def test_every_error_has_a_row_in_the_page_on_troubleshooting() -> None:
     ("model", "printed"),
     [(f'"{HUB_NAME}", "hf"', "genlm_step: "), ('"mock", "mock"', "genlm_next_token_logprobs: ")],
 )
-def test_the_wrapper_of_the_page_on_tracing(
+def test_wrapper_of_the_page_on_tracing_prints_times(
     printed_by: Callable[[str], str], model: str, printed: str
 ) -> None:
     blocks = FENCED.finditer((DOCS / "how-to/tracing.md").read_text())

@@ -311,7 +311,7 @@ def test_a_regular_expression_may_not_take_too_long_for_all(monkeypatch, tokeniz
     refuses(tokenizer, f"takes longer than -1 s for {what}")
 
 
-def test_added_tokens_out_of_order_and_empty_ones():
+def test_added_tokens_are_read_out_of_order_and_if_empty():
     tokenizer = tokenizer_of(["a", "b"], d.Fuse())
     definition = json.loads(tokenizer.to_str())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)

@@ -72,7 +72,7 @@ def test_added_tokens_are_verbatim(family):
     assert contents(tokenizer)[before:] == [*map(str.encode, special_ones + others)]
 
 
-def test_byt5():
+def test_byt5_tokens_have_their_bytes():
     transformers = pytest.importorskip("transformers", reason="has the ByT5 tokenizer")
     tokenizer = transformers.ByT5Tokenizer()
     byte_vocab, _ = decode_vocab(tokenizer)
@@ -84,7 +84,7 @@ def test_byt5():
 
 
 @given(text=TEXTS)
-def test_sentencepiece(sentencepiece_model, text):
+def test_sentencepiece_tokens_join_to_the_text(sentencepiece_model, text):
     byte_vocab, _ = decode_vocab(sentencepiece_model)
     assert len(byte_vocab) == sentencepiece_model.get_piece_size()
     text = text.replace("\0", "")  # the library ends a text at this character
@@ -92,7 +92,7 @@ def test_sentencepiece(sentencepiece_model, text):
     assert joined(byte_vocab, sentencepiece_model.encode(text)) == expected
 
 
-def test_special_tokens_of_sentencepiece(sentencepiece_model):
+def test_special_tokens_of_sentencepiece_are_marked(sentencepiece_model):
     assert special(sentencepiece_model) == [b"<unk>", b"<s>", b"</s>"]
 
 
@@ -106,7 +106,7 @@ def test_a_slow_sentencepiece_tokenizer(sentencepiece_model, tmp_path):
     assert contents(slow)[: len(contents(sentencepiece_model))] == contents(sentencepiece_model)
 
 
-def test_tiktoken():
+def test_tiktoken_tokens_join_to_the_text():
     tiktoken = pytest.importorskip("tiktoken", reason="makes an encoding of the library tiktoken")
     ranks = {bytes([byte]): byte for byte in range(256)} | {b"th": 256, b"the": 257}
     encoding = tiktoken.Encoding(
@@ -144,7 +144,7 @@ class Slow:
         ({b"\xff": 2, b"ab": 0}, {}, [b"ab", b"\xff"]),
     ],
 )
-def test_slow_tokenizers(vocab, attributes, expected):
+def test_slow_tokenizers_have_the_bytes_of_their_vocabulary(vocab, attributes, expected):
     slow = Slow(vocab, **attributes)
     assert contents(slow) == [expected[0], b"", expected[1], b"", b"<|end|>"]
     assert special(slow) == [b"<|end|>"]

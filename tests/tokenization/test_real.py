@@ -29,21 +29,21 @@ def smollm2_bytes(smollm2):
 
 
 @given(text=TEXTS)
-def test_smollm2_texts(smollm2, smollm2_bytes, text):
+def test_smollm2_tokens_join_to_the_text(smollm2, smollm2_bytes, text):
     # This tokenizer lacks some bytes.
     assume(set(text.encode()) <= {token[0] for token in smollm2_bytes if len(token) == 1})
     ids = smollm2.encode(text, add_special_tokens=False)
     assert joined(smollm2_bytes, ids) == text.encode()
 
 
-def test_smollm2_special_tokens(smollm2, smollm2_bytes):
+def test_smollm2_special_tokens_are_marked(smollm2, smollm2_bytes):
     special = {t.byte_string for t in smollm2_bytes if t.is_special}
     assert {b"<|im_start|>", b"<|im_end|>", b"<|endoftext|>"} <= special
     assert {t.token_id for t in smollm2_bytes if t.is_special} >= {*smollm2.all_special_ids}
     assert len(special) < 30
 
 
-def test_smollm2_tokens(smollm2, smollm2_bytes):
+def test_smollm2_tokens_equal_those_of_its_decoder(smollm2, smollm2_bytes):
     assert len(smollm2_bytes) == 49_152
     pieces = smollm2.convert_ids_to_tokens(range(len(smollm2_bytes)))
     decode = smollm2.backend_tokenizer.decoder.decode
@@ -75,7 +75,7 @@ def both(request):
 
 
 @given(text=TEXTS)
-def test_mistral_texts(both, text):
+def test_mistral_tokens_join_to_the_text(both, text):
     mistral, mistral_bytes = both
     found = joined(mistral_bytes, mistral.encode(text, bos=False, eos=False))
     assert found in (text.encode(), b" " + text.encode())
@@ -91,7 +91,7 @@ def test_mistral_tokens(both):
 
 
 @pytest.mark.parametrize("file", [*MISTRAL][1:])
-def test_mistral_of_transformers(file):
+def test_mistral_tokenizer_of_transformers_joins_to_the_text(file):
     """The tokenizer that ``AutoTokenizer`` gives for a folder with such a file, if mistral-common
     is installed."""
     data = pytest.importorskip("mistral_common", reason="mistral-common ships real vocabularies")

@@ -19,7 +19,7 @@ def trie():
     return TokenCharacterTrie(Token.vocabulary(VOCAB, special=[7]))
 
 
-def test_the_mass_of_a_prefix(trie):
+def test_mass_of_a_prefix_sums_over_its_tokens(trie):
     assert trie.mass(ROW, b"ab") == pytest.approx(float(P[[1, 4, 8]].sum()), rel=1e-12)
     assert trie.mass(ROW.numpy(), b"a") == pytest.approx(float(P[[0, 1, 4, 8]].sum()), rel=1e-12)
 

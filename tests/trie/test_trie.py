@@ -251,7 +251,7 @@ def test_large_results_are_never_written_to_while_anything_refers_to_them(large)
 
 @tries
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_weights_of_any_precision(trie_class, vocabulary, weights, dtype):
+def test_weights_of_any_precision_have_the_same_sums(trie_class, vocabulary, weights, dtype):
     trie = trie_class(vocabulary)
     ws = torch.from_numpy(weights[0]).to(dtype).requires_grad_()
     expected = trie.weight_sum(ws.detach().double().numpy())

@@ -53,7 +53,7 @@ def test_values_may_have_another_width_than_keys() -> None:
         torch.testing.assert_close(given[at : at + 1], right.transpose(1, 2))
 
 
-def test_a_window_beyond_a_whole_trunk_in_half_precision() -> None:
+def test_half_precision_attention_over_a_fully_masked_trunk_is_finite() -> None:
     """Below the lowest float16 is only minus infinity; a softmax over nothing else is NaN."""
     query = torch.full((1, 1, 2, KEYS), 3.0, dtype=torch.float16)
     mask = additive(torch.tensor([[True], [False]]).expand(2, 5)[None, None], torch.float16)

@@ -150,7 +150,9 @@ def test_unread_tensor_is_rejected_if_transformers_reads_it(
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model."])
-def test_a_head_that_is_left_out_beside_tied_embeddings(tmp_path: Path, prefix: str) -> None:
+def test_omitted_head_beside_tied_embeddings_is_rejected_if_it_differs(
+    tmp_path: Path, prefix: str
+) -> None:
     settings = LlamaConfig(**SIZES, tie_word_embeddings=True)
     held = {
         f"{prefix}model.embed_tokens.weight": torch.randn(16, 8),

@@ -83,6 +83,6 @@ class TestRecurrent(StateSuite):
 
 
 @pytest.mark.any_version
-def test_the_rows_of_a_real_model(real_model: str) -> None:
+def test_rows_of_a_real_model_equal_those_of_transformers(real_model: str) -> None:
     with load_model_by_name(real_model, "hf") as lm:
         check_rows(lm, real_model, atol=1e-4)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.any_version
 FOLDER = Path(__file__).parents[3] / "examples"
 
 
-def test_an_adapter_made_on_the_spot_and_the_base_model_in_one_gather(
+def test_example_mixes_base_model_and_adapter_in_one_batch(
     tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("peft", reason="the example makes an adapter with the package peft")

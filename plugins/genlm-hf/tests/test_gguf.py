@@ -75,7 +75,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_with_a_gguf_file(folder: Path) -> None:
+def test_folder_with_a_gguf_file_gives_the_rows_of_transformers(folder: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(folder, gguf_file="tiny.gguf")
     with AsyncTransformer.from_name(str(folder)) as lm:
         ids = lm.tokenizer.encode("abc", add_special_tokens=False)

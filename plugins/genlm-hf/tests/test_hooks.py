@@ -124,7 +124,7 @@ def test_prompt_pinned_under_a_hook_is_not_reused_without_it(pair: Pair, hook: A
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("hook", [steered, steered_at_the_end])
 @pytest.mark.parametrize("comes", [True, False])
-def test_row_of_a_chunked_prompt_is_that_of_the_hooks_at_its_last_step(
+def test_row_of_a_chunked_prompt_follows_the_hooks_at_its_last_step(
     family: str, hook: Any, comes: bool
 ) -> None:
     pair = unproven(small_family(family, 64), max_batch_tokens=8)

@@ -165,7 +165,7 @@ def test_the_type_is_the_users(tiny: str) -> None:
         ({"hf_opts": {"max_model_len": 7}}, "hf_opts takes no max_model_len; it is an argument of"),
     ],
 )
-def test_options_that_are_not_accepted(tiny: str, options: dict[str, object], message: str) -> None:
+def test_invalid_options_are_rejected(tiny: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidOptionError, match=message):
         load_model_by_name(tiny, backend="hf", llm_opts=options)
 
@@ -218,7 +218,7 @@ def test_batch_size_and_timeout_may_be_given_by_position(tiny: str) -> None:
         assert lm.stats.largest_batch == 2
 
 
-def test_a_model_that_was_wrapped_works_by_itself_again(tiny: str) -> None:
+def test_wrapped_model_works_alone_after_closing(tiny: str) -> None:
     model, tokenizer = loaded(tiny)
     lm = AsyncTransformer(model, tokenizer)
     lm.next_token_logprobs_sync(CONTEXT)

@@ -154,7 +154,7 @@ def test_names_in_an_adapter_are_never_imported_or_run(
     assert not (tmp_path / "ran").exists()
 
 
-def test_adapters_of_other_models(tiny: str, tmp_path: Path) -> None:
+def test_adapters_of_other_models_are_rejected(tiny: str, tmp_path: Path) -> None:
     with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
         check_refused(lm, strangers(tiny, tmp_path))
 
@@ -178,7 +178,9 @@ WITH_A_PATTERN = {
         (Qwen3NextConfig, {"target_modules": "all-linear"}),
     ],
 )
-def test_experts(tiny: str, tmp_path: Path, family: Any, settings: dict[str, Any]) -> None:
+def test_adapters_on_experts_give_the_rows_of_peft(
+    tiny: str, tmp_path: Path, family: Any, settings: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
     config = family(**QWEN3_NEXT, initializer_range=0.2)
     folder = tmp_path / "model"

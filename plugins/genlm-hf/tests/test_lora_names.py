@@ -116,7 +116,9 @@ def merge_experts(model: Any, changes: Mapping[str, Any], kind: Callable[[str], 
 @pytest.mark.parametrize(
     ("family", "listed"), [("mixtral", True), ("mixtral", False), ("qwen3_moe", True)]
 )
-def test_experts_and_routers(family: str, listed: bool, tmp_path: Path) -> None:
+def test_adapters_on_experts_and_routers_equal_merged_weights(
+    family: str, listed: bool, tmp_path: Path
+) -> None:
     model, modules, kind = experts(family)
     targets: Any = sorted({name.rpartition(".")[2] for name in modules}) if listed else ".*"
     changes = write(tmp_path, modules, target_modules=targets)
@@ -141,7 +143,7 @@ LEAVES = ["gate", "q_proj", "w1", "w2", "w3"]
         (rf".*\.({'|'.join(LEAVES)})", "layers.1.block_sparse_moe.gate"),
     ],
 )
-def test_a_layer_that_the_file_lacks(targets: Any, lacks: str, tmp_path: Path) -> None:
+def test_adapter_file_without_a_layer_is_rejected(targets: Any, lacks: str, tmp_path: Path) -> None:
     model, modules, _ = experts("mixtral")
     kept = {name: shape for name, shape in modules.items() if not name.endswith(lacks)}
     write(tmp_path, kept, target_modules=targets)
@@ -190,7 +192,7 @@ def llava() -> Any:
         (ALONE, {"target_modules": ["q_proj"], "exclude_modules": r".*(vision|\.1\.).*"}, [0]),
     ],
 )
-def test_the_text_model_of_another(
+def test_adapter_of_a_text_model_is_applied_inside_a_multimodal_model(
     llava: Any, place: str, settings: dict[str, Any], adapted: list[int], tmp_path: Path
 ) -> None:
     names = [f"layers.{layer}.self_attn.q_proj" for layer in adapted]
@@ -212,7 +214,7 @@ def test_the_text_model_of_another(
         (ALONE, "all-linear"),
     ],
 )
-def test_a_layer_of_the_text_model_that_the_file_lacks(
+def test_adapter_file_without_a_layer_of_the_text_model_is_rejected(
     llava: Any, place: str, targets: Any, tmp_path: Path
 ) -> None:
     write(tmp_path, {f"{place}layers.0.self_attn.q_proj": (32, 32)}, target_modules=targets)

@@ -41,7 +41,9 @@ def quantised(folder: str, how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", QUANTISED)
-def test_rows_with_adapters_and_without(how: str, tiny: str, lora_folders: dict[str, str]) -> None:
+def test_adapters_leave_rows_of_the_quantised_base_model_unchanged(
+    how: str, tiny: str, lora_folders: dict[str, str]
+) -> None:
     model = quantised(tiny, how)
     plain = dequantised(model, tiny)
     engine = HFEngine(model, None)

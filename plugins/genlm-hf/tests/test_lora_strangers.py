@@ -72,7 +72,9 @@ def test_parameter_ranks_come_from_the_file(tiny: str, tmp_path: Path) -> None:
         torch.testing.assert_close(row_with(lm, folder), expected, atol=0, rtol=0)
 
 
-def test_retrained_embeddings_of_more_tokens(tiny: str, tmp_path: Path) -> None:
+def test_retrained_embeddings_of_more_tokens_are_rejected_with_the_remedy(
+    tiny: str, tmp_path: Path
+) -> None:
     larger = AutoModelForCausalLM.from_pretrained(tiny)
     larger.resize_token_embeddings(260, mean_resizing=False)
     AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "larger")

@@ -93,7 +93,7 @@ def test_own_model_is_served_without_state(kind: type[OwnModel]) -> None:
         torch.testing.assert_close(row, right, atol=1e-4, rtol=0)
 
 
-def test_a_model_that_returns_tuples_by_its_configuration() -> None:
+def test_model_configured_to_return_tuples_gives_right_rows() -> None:
     config = MambaConfig(vocab_size=258, hidden_size=32, num_hidden_layers=2, state_size=4)
     model = build(config)
     with torch.no_grad():
@@ -129,7 +129,7 @@ def reads_version(module: nn.Module, args: Any, given: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba", "lfm2"])
-def test_a_model_that_cannot_be_computed_in_inference_mode(family: str) -> None:
+def test_model_that_fails_in_inference_mode_is_served(family: str) -> None:
     """As with quanto's weights of four bits, and with the same error."""
     model = small_family(family, 20)
     model.get_input_embeddings().register_forward_hook(reads_version)

@@ -37,7 +37,7 @@ def load(folder: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(dtype: str) -> None:
+def test_half_precision_model_gives_normalised_float32_rows(dtype: str) -> None:
     model = proven(llama_config(dtype=dtype), max_batch_tokens=48)
     assert model.engine.model.dtype == getattr(torch, dtype)
     assert model.engine.reuse is ReuseMode.SHARED
@@ -48,7 +48,7 @@ def test_half_precision(dtype: str) -> None:
 
 
 @pytest.mark.any_version
-def test_half_precision_of_a_real_model(real_model: str) -> None:
+def test_half_precision_of_a_real_model_reuses_state(real_model: str) -> None:
     """Its logits are so large that a step of bfloat16 is an eighth of a nat."""
     engine = HFEngine(load(real_model, dtype="bfloat16"), None)
     assert engine.reuse is ReuseMode.SHARED
@@ -111,7 +111,7 @@ def another_default(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("another_default")
 @pytest.mark.parametrize("config", [Gemma2Config, GptOssConfig, MambaConfig, RwkvConfig])
-def test_another_default_type(config: Any) -> None:
+def test_dtype_of_the_model_is_kept_under_another_default_dtype(config: Any) -> None:
     shape = {**SHAPE, "head_dim": 8, "num_local_experts": 4, "attention_hidden_size": 32}
     model = unproven(config(**shape, dtype=torch.float32), max_batch_tokens=48)
     assert model.engine.model.dtype == torch.float32
@@ -123,7 +123,9 @@ def test_another_default_type(config: Any) -> None:
 
 
 @pytest.mark.parametrize(("bits", "stored"), [(8, torch.int8), (4, torch.uint8)])
-def test_quantised(bits: int, stored: torch.dtype, tiny: str) -> None:
+def test_quantised_model_reuses_state_with_right_rows(
+    bits: int, stored: torch.dtype, tiny: str
+) -> None:
     pytest.importorskip(
         "bitsandbytes", reason="bitsandbytes is not installed: pip install 'genlm-hf[bitsandbytes]'"
     )
@@ -161,7 +163,7 @@ def rounding(config: Any) -> Any:
     return model
 
 
-def test_layers_that_round_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_round_their_input_do_not_stop_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
     config = llama_config(num_hidden_layers=4, hidden_size=128, intermediate_size=128)
     engine = HFEngine(rounding(config), None)
     assert engine.reuse is ReuseMode.SHARED
@@ -183,7 +185,7 @@ def test_layers_that_round_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.any_version
-def test_four_bits_of_a_real_model(real_model: str) -> None:
+def test_real_model_of_four_bits_reuses_state(real_model: str) -> None:
     """On a CPU, bitsandbytes computes wide layers in bfloat16, whatever the model's type."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     engine = HFEngine(load(real_model, bitsandbytes_opts={"load_in_4bit": True}), None)

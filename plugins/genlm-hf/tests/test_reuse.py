@@ -42,7 +42,7 @@ def test_a_step_costs_one_token_per_context(
     assert llama.forwards == [6] * 5
 
 
-def test_a_model_that_does_not_name_its_output_layer() -> None:
+def test_model_without_a_named_output_layer_gives_right_rows() -> None:
     model, reference = build(llama_config()), build(llama_config())
     model.get_output_embeddings = lambda: None
     pair = beside(model, reference)
@@ -203,7 +203,7 @@ def test_a_prompt_waits_for_the_next_forward(monkeypatch: pytest.MonkeyPatch) ->
     model.check_scores((other, (1,)), *(((*prompt, token), (5,)) for token in range(4)))
 
 
-def test_a_pinned_prompt_is_read_by_all(llama: Any) -> None:
+def test_pinned_prompt_is_read_by_all_contexts(llama: Any) -> None:
     prompt, *others = draw(5, 100)
     llama.engine.genlm_cache_prefix(Query(prompt))
     llama.forwards.clear()

@@ -39,7 +39,7 @@ def windowed(**changes: Any) -> transformers.MistralConfig:
 
 @pytest.mark.any_version
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_around_every_threshold_of_a_family(family: str) -> None:
+def test_rows_are_right_around_every_threshold_of_a_family(family: str) -> None:
     found = sweep(family)
     assert (found.outcome, found.why) == ("right", "")
 

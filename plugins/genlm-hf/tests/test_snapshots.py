@@ -94,7 +94,9 @@ def test_long_route_is_divided_if_a_forward_is_cheaper(model: Any) -> None:
 
 
 @pytest.mark.parametrize("costs", [COSTS["cpu"], Costs()], ids=["on a CPU", "elsewhere"])
-def test_drafts_of_particles(costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_of_particles_are_not_computed_again(
+    costs: Costs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each goes on from another place of its draft. Nothing is computed again for ever."""
     monkeypatch.setitem(COSTS, "cpu", costs)
     model = proven(LFM2)
@@ -133,7 +135,7 @@ def test_scoring_continuations_one_by_one_reuses_the_context(model: Any) -> None
     assert model.forwards == [79, *further(model, 1, 3) * 3]
 
 
-def test_a_beginning_of_beginnings(model: Any) -> None:
+def test_nested_common_prefixes_are_computed_once(model: Any) -> None:
     first, *questions = draw(4, 40)
     model.check(*[(*first, *one, *end) for one in questions for end in draw(3, 2)])
     assert sum(model.forwards) <= 40 + 3 * 80 + 9 * 2
@@ -242,7 +244,7 @@ def test_contexts_run_by_equal_length_if_ragged_rows_are_wrong(monkeypatch: Any)
 
 
 @pytest.mark.any_version
-def test_windows_between_convolutions() -> None:
+def test_model_with_windows_and_convolutions_keeps_snapshots() -> None:
     found = sweep("inkling_text")  # the cache of each window holds its length, which has no rows
     assert (found.outcome, found.reuse, found.why) == ("right", "snapshots", "")
 

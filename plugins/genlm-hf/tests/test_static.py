@@ -127,7 +127,7 @@ def test_steps_of_other_shapes_are_computed_without_recordings(recorder: Operato
         behind, contexts = grown(behind, source), grown(contexts, source)
 
 
-def test_rows_under_a_small_budget(recorder: Operators | None) -> None:
+def test_static_rows_are_right_under_a_small_budget(recorder: Operators | None) -> None:
     """State is evicted, and the pool shrinks and grows."""
     pair, source = static(LLAMA, kv_cache_bytes=6 * 64 * 256), random.Random(0)
     contexts = draw(9, 20)
@@ -251,7 +251,7 @@ def test_replay_reads_changed_weights(operators: Operators) -> None:
     assert steps.replayed(3) == 3
 
 
-def test_a_hook_on_the_model_itself_runs_in_every_step(operators: Operators) -> None:
+def test_hook_on_the_whole_model_runs_in_every_step(operators: Operators) -> None:
     """It changes no row, so nothing is dropped."""
     pair = static(LLAMA)
     steps, calls = Steps(pair, operators), list[int]()

@@ -30,7 +30,7 @@ def test_all_forms_of_a_program_give_the_same_particles(
         assert other[1] == pytest.approx(constant, abs=1e-4)
 
 
-def test_two_programs_of_different_adapters_at_once(
+def test_programs_with_different_adapters_draw_as_if_alone(
     tiny: str, lora_folders: dict[str, str]
 ) -> None:
     pytest.importorskip("peft", reason="LoRA needs peft")

@@ -148,7 +148,7 @@ SOUND: list[Callable[[Path], Path]] = [
 
 
 @pytest.mark.parametrize("write_sound", SOUND)
-def test_a_tokenizer_that_splits_as_the_file_does_is_left_alone(tmp_path, write_sound):
+def test_tokenizer_that_agrees_with_its_file_is_unchanged(tmp_path, write_sound):
     folder = write_sound(tmp_path)
     before = AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str()
     tokenizer, events = followed(folder)

@@ -61,7 +61,7 @@ def test_dropout_is_off_in_rows_even_if_a_part_is_in_training_mode(part: str) ->
     assert pair.engine.model.transformer.drop.training
 
 
-def test_layers_of_pefts_around_a_served_model() -> None:
+def test_served_model_with_layers_of_peft_gives_their_rows() -> None:
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
     pair = unproven(configs.LlamaConfig(**SHAPE))
     torch.manual_seed(0)

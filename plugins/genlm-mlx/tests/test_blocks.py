@@ -121,7 +121,7 @@ def test_the_places_of_drafts_cost_the_drafts(folders: Folders, family: str, cou
 
 
 @pytest.mark.parametrize("family", ["gemma3", "lfm2"])
-def test_drafts_at_all_places_of_a_text_share_passes(folders: Folders, family: str) -> None:
+def test_drafts_at_all_positions_of_a_text_share_passes(folders: Folders, family: str) -> None:
     tried, places, size = Tried(folders(family), Blocks), 12, 3
     (text,) = keys_of(1, 20 + 8 * places)
     tried.compute([text[:20]])
@@ -182,7 +182,7 @@ def test_grown_states_are_evicted_before_a_prompt(folders: Folders) -> None:
     assert tried.ask((*prompt, 9)) == [1]
 
 
-def test_a_score_that_ends_where_a_context_does(folders: Folders) -> None:
+def test_score_that_ends_like_a_context_leaves_its_state_usable(folders: Folders) -> None:
     tried, (text,) = Tried(folders("lfm2"), Blocks), keys_of(1, 40)
     for _ in range(2):
         assert len([*tried.kept.results([TokenSequence(text[1:], keep=8)])]) > 0

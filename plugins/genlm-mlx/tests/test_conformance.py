@@ -71,6 +71,6 @@ class TestLfm2(Family):
     family = "lfm2"
 
 
-def test_the_rows_of_a_real_model(real_model: str) -> None:
+def test_rows_of_a_real_model_equal_those_of_transformers(real_model: str) -> None:
     with load_model_by_name(real_model, "mlx") as lm:
         check_rows(lm, real_model)

@@ -148,7 +148,7 @@ def test_settings_that_a_checkpoint_has_are_left_alone() -> None:
     assert amended({"rope_parameters": rope, "rope_theta": 7.0}) == {}
 
 
-def test_rotary_settings_by_kind_of_layer_and_within_a_text_model() -> None:
+def test_rotary_settings_of_each_kind_of_layer_are_lifted() -> None:
     kinds = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

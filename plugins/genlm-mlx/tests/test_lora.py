@@ -188,12 +188,14 @@ def test_adapter_of_mlx_lm_without_all_blocks_is_rejected(
         added(engine, path)
 
 
-def test_adapters_of_other_models(folders: Folders, lm: AsyncMlxLM, tmp_path: Path) -> None:
+def test_adapters_of_other_models_are_rejected(
+    folders: Folders, lm: AsyncMlxLM, tmp_path: Path
+) -> None:
     check_refused(lm, strangers(str(folders("llama")), tmp_path))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_every_kind_that_peft_saves(
+def test_every_kind_of_adapter_has_its_outcome_of_the_table(
     folders: Folders, lm: AsyncMlxLM, tmp_path: Path, kind: Kind
 ) -> None:
     found = outcome(lm, make_case(kind, str(folders("llama")), tmp_path), 1e-3)
@@ -209,7 +211,7 @@ def test_an_adapter_in_bfloat16_is_scaled_in_float32(
     torch.testing.assert_close(row, peft_row(folders("llama"), path), atol=1e-4, rtol=0)
 
 
-def test_falcon_h1(folders: Folders, tmp_path: Path) -> None:
+def test_multipliers_of_falcon_h1_apply_to_adapters(folders: Folders, tmp_path: Path) -> None:
     """Its multipliers are in the weights here, and go into the adapter's too."""
     folder = folders("falcon_h1")
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "in_proj"]

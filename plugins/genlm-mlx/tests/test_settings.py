@@ -158,9 +158,7 @@ def made(name: str, arguments: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", [*RIGHT, "gpt2", "mamba", "lfm2", "falcon_h1"])
-def test_rows_and_scores_are_those_of_transformers(
-    case: str, saved: Saved, folders: Folders
-) -> None:
+def test_rows_and_scores_equal_transformers(case: str, saved: Saved, folders: Folders) -> None:
     """The scored continuation crosses every threshold."""
     folder = str(folders(case)) if case in CONFIGS else saved(made(*RIGHT[case]))
     engine = load(folder, {})
@@ -285,7 +283,7 @@ def test_settings_that_only_the_hub_writes_are_accepted(family: str, saved: Save
     torch.testing.assert_close(row, expected, atol=CLOSE, rtol=0)
 
 
-def test_experts_in_bfloat16(saved: Saved) -> None:
+def test_experts_in_bfloat16_give_the_rows_of_transformers(saved: Saved) -> None:
     folder = saved(made("Mixtral", {**SHAPE, **EXPERTS}))
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     reference.save_pretrained(folder)

@@ -78,7 +78,7 @@ def test_sinks_and_windows_match_rows_computed_alone() -> None:
         ]
 
 
-def test_a_step_costs_one_token_per_context_and_a_new_request_its_own(either: Tried) -> None:
+def test_growing_context_costs_one_token_and_a_new_request_its_own_tokens(either: Tried) -> None:
     *keys, new_request = keys_of(7, 20)
     assert either.ask(*keys) == [6 * 19, 6]
     for token in range(3):
@@ -184,7 +184,7 @@ def test_rows_are_right_and_bytes_bounded_under_any_budget(folders: Folders, kin
             keys = [(*keys[token], 99), *[(*key, token) for key in keys[:-1]]]
 
 
-def test_a_full_table_keeps_its_size_while_batches_differ_a_little(
+def test_full_table_keeps_its_size_if_batches_differ_little(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Resizing the table copies all of it."""
@@ -261,7 +261,7 @@ def test_a_context_far_behind_a_prompt_takes_several_forward_passes(
     assert sum(forwards) == 41
 
 
-def test_prompts_with_a_common_beginning_and_contexts_without(shared: Tried) -> None:
+def test_common_beginning_of_prompts_is_computed_once(shared: Tried) -> None:
     (system,), users = keys_of(1, 120), keys_of(3, 100, seed=1)
     prompts = [(*system, *user[1:]) for user in users]
     contexts = [(*prompt, token) for prompt in prompts for token in range(8)]
@@ -271,7 +271,7 @@ def test_prompts_with_a_common_beginning_and_contexts_without(shared: Tried) -> 
     shared.ask((*system[:70], 3), (*system[:10], 4))
 
 
-def test_a_trunk_made_of_a_slot_keeps_no_more_than_itself(shared: Tried) -> None:
+def test_trunk_made_of_a_slot_keeps_only_its_own_memory(shared: Tried) -> None:
     keys = keys_of(40, 100)
     shared.compute(keys)
     shared.compute([(*keys[3], token) for token in range(20)])
@@ -419,7 +419,7 @@ def test_the_probe_leaves_nothing_behind(folders: Folders) -> None:
     assert more < 5 / 4 * weights
 
 
-def test_clearing_frees_all(folders: Folders) -> None:
+def test_clearing_frees_all_state(folders: Folders) -> None:
     tried = Tried(folders("llama"), Store)
     gc.collect()  # garbage of other tests
     tried.compute(keys_of(1, 10))

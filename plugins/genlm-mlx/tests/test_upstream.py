@@ -111,7 +111,7 @@ def test_a_thread_that_ends_late_aborts_the_process_unless_it_clears_its_streams
         ("gemma3", 3e-4, "`Gemma3Embedding`"),  # rounds what it multiplies embeddings with
     ],
 )
-def test_numbers_that_mlx_lm_leaves_out_or_rounds(
+def test_mlx_lm_leaves_out_or_rounds_these_numbers(
     folders: Folders, family: str, off: float, workaround: str
 ) -> None:
     model = by_mlx_lm(folders(family))

@@ -67,7 +67,7 @@ def folder() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("backend", ["mock", "hf"])
-def test_a_program_outside_the_cluster(
+def test_program_outside_the_cluster_gets_right_rows(
     folder: str, backend: str, tiny: str, lora_folders: dict[str, str]
 ) -> None:
     model = tiny if backend == "hf" else "mock"

@@ -32,7 +32,7 @@ def single() -> list[str]:
     return printed(str(EXAMPLES / "smc.py"))
 
 
-def test_two_replicas_draw_what_one_process_draws(single: list[str], address: str) -> None:
+def test_two_replicas_draw_the_same_as_one_process(single: list[str], address: str) -> None:
     assert printed(str(EXAMPLES / "ray_smc.py"), "--address", address) == single
 
 
@@ -64,7 +64,7 @@ assert killed
 """
 
 
-def test_islands_estimate_what_one_process_does_when_a_worker_is_killed(
+def test_islands_with_a_killed_worker_estimate_the_same_as_one_process(
     single: list[str], address: str
 ) -> None:
     own = ["--islands", "3", "--cpus", "0.1", "--address", address]

@@ -131,7 +131,7 @@ def test_an_adapter_that_kills_replicas_is_rejected(lm: AsyncLM) -> None:
     assert any(now == then for now, then in zip(replicas(lm), before, strict=True))
 
 
-def test_an_error_that_does_not_unpickle_is_an_error(lm: AsyncLM) -> None:
+def test_error_that_cannot_be_unpickled_becomes_an_engine_error(lm: AsyncLM) -> None:
     before = replicas(lm)
     with pytest.raises(EngineError, match="TwoParts in a replica: the folder is broken"):
         lm.add_new_lora("broken", "a")

@@ -46,7 +46,7 @@ SMALL = {"max_total_tokens": 1024}
         ({"hf_opts": {}}, "it is an option of hf; for sgl, give engine_opts"),
     ],
 )
-def test_an_option_in_another_place(tiny, options, said):
+def test_option_in_another_place_is_rejected_with_its_place(tiny, options, said):
     with pytest.raises(InvalidOptionError, match=said):
         load_model_by_name(tiny, "sgl", options)
 

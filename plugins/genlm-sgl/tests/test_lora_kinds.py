@@ -39,5 +39,5 @@ def test_lora_kind_has_the_outcome_of_the_table(lm, cases, kind):
     assert found == tabled(kind, "sgl", found)
 
 
-def test_adapters_of_other_models(lm, others):
+def test_adapters_of_other_models_are_rejected(lm, others):
     check_refused(lm, others)

@@ -86,7 +86,7 @@ def test_dropped_score_holds_up_no_other(hooks, contexts):
     assert answers.keys() == {*others}
 
 
-def test_logits_with_a_cap(load_tiny, contexts, tmp_path):
+def test_cap_of_final_logits_is_applied(load_tiny, contexts, tmp_path):
     """The plugin applies the cap on a CPU."""
     config = Gemma2Config(
         vocab_size=write_tokenizer(tmp_path, "<end>"),

@@ -103,7 +103,7 @@ def dies_clearly(lm: AsyncLM, victim: int) -> None:
             lm.next_token_logprobs_sync(ids)
 
 
-def test_two_tensor_parallel_workers(padded_path, expected, sent, told, monkeypatch):
+def test_two_tensor_parallel_workers_give_right_rows(padded_path, expected, sent, told, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     before = {child.pid for child in multiprocessing.active_children()}
     copied = copies(monkeypatch)
@@ -137,7 +137,7 @@ def test_sessions_of_a_worker_process_stay_in_the_batch(load_briefly, told):
     random_program(engine, random.Random(3)).run(20)
 
 
-def test_an_engine_core_in_a_process_of_its_own(padded_path, expected, sent, monkeypatch):
+def test_engine_core_in_another_process_gives_right_rows(padded_path, expected, sent, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with AsyncVirtualLM.from_name(padded_path, engine_opts=SMALL) as lm:
         (core,) = [

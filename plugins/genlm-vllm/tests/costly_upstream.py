@@ -11,7 +11,7 @@ ATOL = 5e-4
 PROMPT = {"prompt_token_ids": list(range(3000, 3050))}
 
 
-def test_vllm_itself_mixes_base_and_lora_rightly_on_cpu(
+def test_vllm_alone_mixes_base_and_lora_rightly_on_cpu(
     tiny_path, write_adapter, request, monkeypatch
 ):
     """A test of vLLM itself that is expected to fail before 0.33. If it passes, no spare slot is

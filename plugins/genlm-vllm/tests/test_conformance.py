@@ -64,6 +64,6 @@ class TestVllmWithAdapters(OnBytes, ConformanceSuite):
         }
 
 
-def test_the_rows_of_a_real_model(real_model):
+def test_rows_of_a_real_model_equal_those_of_transformers(real_model):
     with load_model_by_name(real_model, "vllm", {"engine_opts": FLOAT32}) as lm:
         check_rows(lm, real_model)

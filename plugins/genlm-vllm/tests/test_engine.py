@@ -105,7 +105,7 @@ def test_sessions_are_released_if_vllm_stands_still(load_briefly, monkeypatch):
     assert "vllm.stood_still" in {line["event"] for line in logs}
 
 
-def test_the_shortest_contexts_that_vllm_can_have(load_briefly):
+def test_shortest_max_model_len_leaves_one_token(load_briefly):
     engine = load_briefly(max_model_len=2)
     assert engine.max_context == 1
     engine.computes((5,))
@@ -133,7 +133,7 @@ def test_sessions_use_free_places(engine):
 # --- pinned prefixes ------------------------------------------------------------------------------
 
 
-def test_a_pinned_prefix_survives_pressure_and_is_forgotten_when_all_is(engine):
+def test_pinned_prefix_survives_pressure_until_state_is_cleared(engine):
     prefix = text(0, 96)
     assert engine.genlm_cache_prefix(Query(prefix)) is True
     engine.ask(*(Query(text(seed, 200)) for seed in range(1, 9)))

@@ -27,5 +27,5 @@ def test_lora_kind_has_the_outcome_of_the_table(lm, tiny_path, tmp_path, kind):
     assert found == tabled(kind, "vllm", found)
 
 
-def test_adapters_of_other_models(lm, tiny_path, tmp_path):
+def test_adapters_of_other_models_are_rejected(lm, tiny_path, tmp_path):
     check_refused(lm, strangers(tiny_path, tmp_path))

@@ -90,7 +90,7 @@ def test_unsuitable_vllm_is_rejected_with_the_missing_name():
         EngineCore(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client)), EngineStream())
 
 
-def test_the_range_in_errors_is_the_one_that_pip_installs():
+def test_version_range_in_errors_equals_the_installed_one():
     (declared,) = [
         one for one in map(Requirement, requires("genlm-vllm") or ()) if one.name == "vllm"
     ]

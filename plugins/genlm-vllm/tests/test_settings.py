@@ -169,7 +169,7 @@ def test_options_that_change_the_configuration_are_computed(
     torch.testing.assert_close(row, expected, atol=2e-3, rtol=0)
 
 
-def test_a_configuration_of_another_folder(make_tiny, tmp_path):
+def test_configuration_of_another_folder_is_corrected(make_tiny, tmp_path):
     """Its settings are corrected, and not those of the weights' own folder."""
     folder = make_tiny("Cohere2", weights=False, **{**MIXED, "sliding_window": 200})
     AutoConfig.from_pretrained(folder, sliding_window=FAR).save_pretrained(tmp_path)

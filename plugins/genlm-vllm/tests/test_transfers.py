@@ -44,7 +44,7 @@ def test_scores_of_a_step_are_copied_together(n):
     assert [each.shape for each in found] == [(len(each),) for each in continuations]
 
 
-def test_scores_are_those_of_the_prompt_and_the_row():
+def test_scores_equal_entries_of_prompt_rows_and_last_row():
     rows = -torch.arange(12.0).view(2, 6)
     known = [torch.tensor([-9.0, -1.0, -2.0]), torch.tensor([-3.0])]
     first, second = scores([((1, 2, 3), rows[0], known[0]), ((4, 5), rows[1], known[1])])

@@ -48,7 +48,7 @@ def seeing_path(tmp_path_factory):
     return str(folder)
 
 
-def test_rows_sessions_and_adapters_are_those_of_transformers(seeing_path, tmp_path, load_briefly):
+def test_rows_sessions_and_adapters_equal_transformers(seeing_path, tmp_path, load_briefly):
     whole = transformers.AutoModelForImageTextToText.from_pretrained(seeing_path)
     torch.manual_seed(0)
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
