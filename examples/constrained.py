@@ -124,7 +124,7 @@ async def extend(
 async def rejection(
     lm: AsyncLM, prompt: list[int], language: Language, n: int, max_tokens: int, seed: int
 ) -> float:
-    """The share of ``n`` free draws that are accepted: the same probability, without weights."""
+    """The share of ``n`` free samples that are accepted: the same probability, without weights."""
     drawn = await lm.sample_particles(prompt, n, max_tokens + 1, seed=seed)
     return sum(p.stop_token_id is not None and language.accepts(p.token_ids) for p in drawn) / n
 

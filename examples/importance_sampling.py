@@ -1,7 +1,7 @@
 """Importance sampling of a regular expression: texts that match it, with weights.
 
-Each draw writes one token after the other. A walk over the byte trie finds the tokens that keep a
-match possible, and the draw takes one of them, with the model's probabilities. Its weight is the
+Each sample writes one token after the other. A walk over the byte trie finds the tokens that keep a
+match possible, and the sample takes one of them, with the model's probabilities. Its weight is the
 product, over all steps, of the probability that the model gives to these tokens. So the mean weight
 estimates the probability that the model itself writes a matching text and ends there.
 """
@@ -108,7 +108,7 @@ class Estimate:
 
 
 def estimate(draws: list[Draw]) -> Estimate:
-    """Estimate the probability from all weights, those of failed draws included."""
+    """Estimate the probability from all weights, those of failed samples included."""
     log_weights = torch.tensor([draw.log_weight for draw in draws], dtype=torch.float64)
     if log_weights.max() == -math.inf:
         return Estimate(-math.inf, math.nan, 0.0)

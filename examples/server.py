@@ -1,4 +1,4 @@
-"""A server of one's own: rows, scores and streamed draws of one model over HTTP.
+"""A server of one's own: rows, scores and streamed samples of one model over HTTP.
 
     pip install fastapi uvicorn
     python examples/server.py --port 8000
@@ -97,7 +97,7 @@ def app_of(lm: AsyncLM, seconds: float = 30.0) -> FastAPI:
 
     @app.post("/draw")
     async def draw(asked: Draw) -> StreamingResponse:
-        """A draw as it is drawn. When its client leaves, nothing more is drawn. What fails
+        """A sample as it is drawn. When its client leaves, nothing more is drawn. What fails
         on the way ends the text with a line that begins with ``error:``."""
         tokens = lm.stream(
             lm.encode(asked.text),

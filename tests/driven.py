@@ -44,7 +44,7 @@ class Driven:
         return [answers[request] for request in requests]
 
     def check_frequencies(self, query: Query, **cut: Any) -> None:
-        """Its own draws of a token come at the frequencies of the row, without padding."""
+        """Its own samples of a token come at the frequencies of the row, without padding."""
         params = SamplingParams(max_tokens=1, **cut)
         (row,) = self.ask(query)
         mass = (row[: self.width].double() / params.temperature).softmax(0)

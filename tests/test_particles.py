@@ -1,4 +1,4 @@
-"""Draws with their log-probabilities: `lm.sample_particles`."""
+"""Samples with their log-probabilities: `lm.sample_particles`."""
 
 from __future__ import annotations
 

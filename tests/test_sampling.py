@@ -85,7 +85,7 @@ def test_scores_from_rows_request_few_contexts_at_a_time(mock, monkeypatch, gate
     assert max(map(len, gate.batches)) <= MAX_PREFIXES_AT_ONCE
 
 
-# --- many draws together --------------------------------------------------------------------------
+# --- many samples together ------------------------------------------------------------------------
 
 
 def drawers_of(count, **options):

@@ -1,4 +1,4 @@
-"""Draws as they come: `lm.stream`."""
+"""Samples as they come: `lm.stream`."""
 
 from __future__ import annotations
 

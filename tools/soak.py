@@ -1,7 +1,7 @@
 """Random use of a model by many at once, for as long as you like.
 
 The model is that of a conformance suite. Users, several in each of several event loops, have random
-programs: rows, draws and scores of contexts that grow and fork. Some leave, some change what the
+programs: rows, samples and scores of contexts that grow and fork. Some leave, some change what the
 model keeps. Answers are compared with cold rows, nobody may hang, and memory must stay flat. The
 same seed gives each user the same program; how they meet depends on the machine.
 """

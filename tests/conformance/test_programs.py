@@ -74,7 +74,7 @@ class LongOnesNeverEnd(ContinuousMockEngine):
 
 
 class SecondBest(OneAfterTheOther, ContinuousMockEngine):
-    """Its draws of more than a token end in the second best one."""
+    """Its samples of more than a token end in the second best one."""
 
     def _draw(self, query: Any, params: Any) -> list[int]:
         *drawn, last = super()._draw(query, params)
@@ -83,7 +83,7 @@ class SecondBest(OneAfterTheOther, ContinuousMockEngine):
 
 
 class SeedsOfTheBatch(OneAfterTheOther, ContinuousMockEngine):
-    """A seed means another draw where others are in flight."""
+    """A seed means another sample where others are in flight."""
 
     def _draw(self, query: Any, params: Any) -> list[int]:
         more = min(len(self._in_flight), 1)

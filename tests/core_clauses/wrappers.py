@@ -34,7 +34,7 @@ class WrapperClauses:
     """Clauses on what a wrapper changes."""
 
     def test_every_method_gives_the_changed_rows(self, live: Subject) -> None:
-        """With a wrapper that changes rows, all ways of asking, draws and scores tell the changed
+        """With a wrapper that changes rows, all ways of asking, samples and scores tell the changed
         distribution."""
         prompt, other = live.contexts.stem[:4], live.contexts.stem[:2]
         length = min(8, live.contexts.limit - len(prompt))

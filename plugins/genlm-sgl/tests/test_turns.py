@@ -1,4 +1,4 @@
-"""Draws and prompts take turns."""
+"""Samples and prompts take turns."""
 
 from __future__ import annotations
 

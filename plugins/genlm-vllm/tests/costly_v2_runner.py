@@ -67,7 +67,7 @@ def test_model_runner_is_v2(engine):
 
 
 def drawn_after_seeding_numpy(engine):
-    """Unseeded draws, beside a row and a score, of a program that has seeded NumPy; what NumPy
+    """Unseeded samples, beside a row and a score, of a program that has seeded NumPy; what NumPy
     gives next is what it would have given without them."""
     np.random.seed(1)
     expected = np.random.random()
@@ -142,7 +142,7 @@ def test_a_session_is_extended_whose_shorter_context_a_step_under_way_computes(
     known = [text(n, 95) for n in range(3)]
     rows = engine.step(draw)
     waits, asked = {draw, *map(Query, known)}, [*map(Query, known)]
-    while not rows.keys() >= waits:  # the draw takes room from the last session
+    while not rows.keys() >= waits:  # the sample takes room from the last session
         rows |= engine.step(*asked)
         asked = []
     longer = known

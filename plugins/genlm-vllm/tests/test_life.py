@@ -109,7 +109,7 @@ LIFE = textwrap.dedent(
 
 def test_closed_models_and_ended_processes_leave_nothing(small_path, make_tiny, tmp_path):
     """A model with experts needs a process group that vLLM makes only if the first has experts. The
-    step under way at the end ends before vLLM is taken down; the draw's caller is told."""
+    step under way at the end ends before vLLM is taken down; the sample's caller is told."""
     experts = make_tiny("Mixtral", num_local_experts=4, num_experts_per_tok=2)
     done = subprocess.run(
         [sys.executable, "-c", LIFE, small_path, experts],

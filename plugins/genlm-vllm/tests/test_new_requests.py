@@ -125,7 +125,7 @@ def test_cancelled_request_holds_up_no_other(engine, leaves, steps):
 
 
 def test_leader_without_room_does_not_delay_others(engine):
-    """Draws take 21 of the cache's 27 blocks. The longest of the new requests needs more than the
+    """Samples take 21 of the cache's 27 blocks. The longest of the new requests needs more than the
     rest, and would go first."""
     draws = [SampleRequest(Query(text(seed, 200)), LONG) for seed in (1, 2, 3)]
     answers = engine.step(*draws)

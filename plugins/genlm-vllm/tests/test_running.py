@@ -102,8 +102,9 @@ def test_random_programs_with_adapters(lora_engine, write_adapter, monkeypatch):
 
 
 def test_idle_sessions_that_vllm_preempts_are_right_when_they_are_extended(engine, monkeypatch):
-    """Draws that need room take it from the sessions that came after them. So that they must, none
-    is released before. Some are extended while they wait for room, some after they came again."""
+    """Samples that need room take it from the sessions that came after them. So that they must,
+    none is released before. Some are extended while they wait for room, some after they came
+    again."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     usual, preempted = Scheduler._preempt_request, []

@@ -1,7 +1,7 @@
 """Engines that were written without sight of the suite, from the hooks alone: five sound ones, and
 faults of them that a user would notice.
 
-A fault that was among them is left out, because the contract allows it: a greedy draw that takes
+A fault that was among them is left out, because the contract allows it: a greedy sample that takes
 the likeliest token of a row in float16. There two tokens tie only if their log-probabilities are
 less than a thousandth apart, as long as the likeliest one has more than a seventh of the mass.
 

@@ -1,5 +1,5 @@
-"""A batch engine: a recurrent model of hashes, with snapshots of its state, and draws and scores of
-its own."""
+"""A batch engine: a recurrent model of hashes, with snapshots of its state, and samples and scores
+of its own."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class ScoreAtTheEndOfABlock(Chain):
 
 @breaks("requests_on_a_schedule")
 class SeedByPlace(Chain):
-    """A seeded draw depends on its place in the batch."""
+    """A seeded sample depends on its place in the batch."""
 
     def draw(self, query, how, place):
         seed = None if how.seed is None else how.seed + place
@@ -273,7 +273,7 @@ class ScoredTokensAreBytes(Chain):
 
 @breaks("adapter_in_sampling")
 class DrawsKeepStateOfTheBase(Chain):
-    """The state of a draw under an adapter is kept under the base model."""
+    """The state of a sample under an adapter is kept under the base model."""
 
     def draw(self, query, how, place):
         ids = super().draw(query, how, place)
@@ -285,7 +285,7 @@ class DrawsKeepStateOfTheBase(Chain):
 
 @breaks("requests_on_a_schedule")
 class OneTemperature(Chain):
-    """All draws of a batch have the temperature of its first."""
+    """All samples of a batch have the temperature of its first."""
 
     @hookimpl
     def genlm_sample(self, queries, params):

@@ -214,7 +214,7 @@ class MergedAfterAnError(Recurrent):
         return found
 
 
-# --- draws ----------------------------------------------------------------------------------------
+# --- samples --------------------------------------------------------------------------------------
 
 
 def by_sampler(name, clause, **methods):
@@ -224,14 +224,14 @@ def by_sampler(name, clause, **methods):
 
 
 def _padded(self, row):
-    """Hot draws see padding, whose draw is the last token."""
+    """Hot samples see padding, whose sample is the last token."""
     if self.how.temperature >= 1.5 and self.how.top_k is None:
         row = np.concatenate([row, np.full(30, row.max() - 1)])
     return min(Sampler.draw(self, row), WIDTH - 1)
 
 
 def _reseeding(self):
-    """A seeded draw seeds the program's generators."""
+    """A seeded sample seeds the program's generators."""
     if self.how.seed is not None:
         torch.manual_seed(self.how.seed)
         random.seed(self.how.seed)
@@ -274,7 +274,7 @@ class EndOfTextStops(Recurrent):
 
 @breaks("long_continuations")
 class DrawsEndAt64(Recurrent):
-    """A draw of at most a hundred tokens, which are not declined, ends after 64."""
+    """A sample of at most a hundred tokens, which are not declined, ends after 64."""
 
     def draw(self, query, how):
         return super().draw(query, evolve(how, max_tokens=min(how.max_tokens, 64)))

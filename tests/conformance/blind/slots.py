@@ -292,7 +292,7 @@ class NewestFirst(Slots):
 
 @breaks("contexts_beside_as_many_pins_as_fit")
 class SetBackByAToken(Slots):
-    """A draw that is set back takes its last token again."""
+    """A sample that is set back takes its last token again."""
 
     def preempt(self, task):
         super().preempt(task)
@@ -313,7 +313,7 @@ class SetBackWithStaleScores(Slots):
 
 @breaks("draws_are_separate")
 class EqualDrawsAreOne(Slots):
-    """Unseeded draws of one context with equal parameters, admitted together, are one."""
+    """Unseeded samples of one context with equal parameters, admitted together, are one."""
 
     def admit(self, request):
         super().admit(request)
@@ -469,7 +469,7 @@ class SharedPinsAreFreedTwice(Slots):
 
 @breaks("nothing_grows")
 class DrawsLeaveMemory(Slots):
-    """Each draw leaves 256 kB behind."""
+    """Each sample leaves 256 kB behind."""
 
     def finish(self, task):
         super().finish(task)

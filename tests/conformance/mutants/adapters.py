@@ -134,7 +134,7 @@ class AdapterSwitchLost(MockEngine):
 
 @breaks("adapter_in_sampling", "https://github.com/lightseekorg/tokenspeed/pull/976")
 class DrawsForgetTheAdapter(OneAfterTheOther, Forgetting, MockEngine, left=dict):
-    """The state of a draw is kept as the base model's."""
+    """The state of a sample is kept as the base model's."""
 
     def _draw(self, query, params):
         drawn = super()._draw(query, params)

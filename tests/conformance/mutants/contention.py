@@ -55,7 +55,7 @@ class NewRequestsFirstInThisProcess(NewRequestsFirst):
 
 @breaks("short_draw_returns_before_a_long_one")
 class DrawsEndTogether(Continuous):
-    """A batch of draws is returned when the longest of them ends."""
+    """A batch of samples is returned when the longest of them ends."""
 
     def step(self, new_requests, dropped):
         longest = max(
@@ -70,7 +70,7 @@ class DrawsEndTogether(Continuous):
 
 @breaks("row_during_a_draw")
 class RowsWaitForTheDraw(Continuous):
-    """While a draw is in flight, rows are admitted and make no progress."""
+    """While a sample is in flight, rows are admitted and make no progress."""
 
     def step(self, new_requests, dropped):
         in_flight = [*self._in_flight, *new_requests]
@@ -84,7 +84,7 @@ class RowsWaitForTheDraw(Continuous):
 
 @breaks("cancelled_draw_ends")
 class DroppedDrawsRunOn(Continuous):
-    """Dropped draws run to their end, and are then answered."""
+    """Dropped samples run to their end, and are then answered."""
 
     def step(self, new_requests, dropped):
         answers = self.advance(new_requests)
@@ -95,7 +95,7 @@ class DroppedDrawsRunOn(Continuous):
 
 @breaks("adapters_changed_in_flight", "https://github.com/sgl-project/sglang/pull/37824")
 class DroppedDrawKeepsItsAdapter(Keeping, Continuous, in_use=list):
-    """A draw that is dropped does not give back its adapter, so that one is never unloaded."""
+    """A sample that is dropped does not give back its adapter, so that one is never unloaded."""
 
     def step(self, new_requests, dropped):
         draws = [r for r in dropped if isinstance(r, SampleRequest)]
@@ -168,7 +168,7 @@ class CloseWaitsForWhatIsInFlight(Continuous):
 
 @breaks("cancelled_requests_leave_nothing", "https://github.com/tenstorrent/tt-metal/issues/46350")
 class GeneratorsDoNotMoveUp(WorkingEngine):
-    """A draw that takes another one's place goes on with that one's random numbers."""
+    """A sample that takes another one's place goes on with that one's random numbers."""
 
     def move(self, source, target):
         drawer = self.batch[target].drawer
@@ -183,7 +183,7 @@ class GeneratorsDoNotMoveUp(WorkingEngine):
     hangs=True,
 )
 class PlaceLeaksWithADroppedDraw(WorkingEngine):
-    """A draw that has begun and is dropped keeps its place for ever."""
+    """A sample that has begun and is dropped keeps its place for ever."""
 
     def drop(self, request):
         if any(job.request == request and job.drawn for job in self.batch):
@@ -221,7 +221,7 @@ class ProgressOfADroppedPrompt(WorkingEngine):
 
 @breaks("cancelled_requests_leave_nothing")
 class SetBackDrawsTheSameNumbers(WorkingEngine):
-    """If memory runs out, a draw is preempted, and continues with its first random numbers."""
+    """If memory runs out, a sample is preempted, and continues with its first random numbers."""
 
     room = 700
 

@@ -66,7 +66,7 @@ class KeepsEveryRow(Keeping, MockEngine, kept=list):
 
 @breaks("nothing_grows")
 class KeepsEveryDraw(Keeping, MockEngine, kept=list):
-    """The state of each draw is kept in NumPy's memory."""
+    """The state of each sample is kept in NumPy's memory."""
 
     @hookimpl
     def genlm_sample(self, queries, params):

@@ -18,7 +18,7 @@ from .registry import breaks
 
 @breaks("seeded_draw_sets_no_generator")
 class SeedsTheProgram(MockEngine):
-    """A seeded draw seeds Python's generator."""
+    """A seeded sample seeds Python's generator."""
 
     @hookimpl
     def genlm_sample(self, queries, params):

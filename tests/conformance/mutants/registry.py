@@ -111,7 +111,7 @@ class Trouble:
 
 
 class OneAfterTheOther:
-    """Over a mock: its draws are made one after the other, each by ``_draw``."""
+    """Over a mock: its samples are made one after the other, each by ``_draw``."""
 
     def _draws(self, queries, params):
         return [*map(self._draw, queries, params)]

@@ -1,4 +1,4 @@
-"""Faults in draws and scores."""
+"""Faults in samples and scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DrawnWithOthers(MockEngine):
 
 MUTANTS.changes(
     DrawnWithOthers,
-    # The whole batch has one generator, so every draw depends on the size of the batch.
+    # The whole batch has one generator, so every sample depends on the size of the batch.
     (
         "SeedDependsOnTheBatch",
         "seed_fixes_the_draw",
@@ -53,7 +53,7 @@ MUTANTS.changes(
         "max_tokens",
         lambda e, p, batch: evolve(p, max_tokens=max(p.max_tokens - 1, 1)),
     ),
-    # The fast path for draws without top_k and top_p takes no temperature above 1.
+    # The fast path for samples without top_k and top_p takes no temperature above 1.
     (
         "PlainTemperatureClipped",
         "frequencies_agree_with_rows",
@@ -74,7 +74,7 @@ MUTANTS.changes(
             p, stop_token_ids=p.stop_token_ids | {ByteTokenizer.eos_token_id}
         ),
     ),
-    # Draws of a large batch have a top_k that another request asked for.
+    # Samples of a large batch have a top_k that another request asked for.
     (
         "NeighboursTopK",
         "first_and_last_token_stop",
@@ -90,7 +90,7 @@ MUTANTS.changes(
 
 
 class OneByOne(OneAfterTheOther, MockEngine):
-    """Draws each token by a draw of its own, from the context and with the parameters that
+    """Draws each token by a sample of its own, from the context and with the parameters that
     ``change`` makes of the right ones, given how many were drawn before."""
 
     def _draw(self, query, params):
@@ -126,7 +126,7 @@ def nucleus_first(engine, context, params, n):
 
 
 def third_of_a_draft(engine, context, params, n):
-    """The third token of a greedy draw is taken from a draft, unseen."""
+    """The third token of a greedy sample is taken from a draft, unseen."""
     if params.temperature == 0.0 and n == 2:
         params = evolve(params, temperature=100.0, seed=0)
     return context, seeded(params, n)
@@ -141,7 +141,7 @@ MUTANTS.changes(
         "successive_tokens_are_independent",
         lambda e, context, p, n: (context, p),
     ),
-    # A draw has 32 random numbers, and begins with the first one again.
+    # A sample has 32 random numbers, and begins with the first one again.
     (
         "NumbersRepeatAfter32",
         "long_draws_do_not_repeat",
@@ -172,7 +172,7 @@ MUTANTS.changes(
 
 @breaks("unseeded_after_seeded")
 class SeedStaysSet(OneAfterTheOther, MockEngine):
-    """A seed sets the one generator of the process: draws without a seed follow from it."""
+    """A seed sets the one generator of the process: samples without a seed follow from it."""
 
     last = None
 
@@ -195,7 +195,7 @@ class FourthStopTokenForgotten(OneAfterTheOther, MockEngine):
 
 @breaks("longest_context")
 class DrawEndsBeforeTheLimit(OneAfterTheOther, MockEngine):
-    """A draw that would fill the context ends one token before."""
+    """A sample that would fill the context ends one token before."""
 
     def _draw(self, query, params):
         room = max(self.max_context - 1 - query.length, 1)
@@ -204,7 +204,8 @@ class DrawEndsBeforeTheLimit(OneAfterTheOther, MockEngine):
 
 @breaks("long_continuations")
 class TokenBeforeTheStopLost(OneAfterTheOther, MockEngine):
-    """Tokens that are held back until it is known whether the draw stops are lost when it does."""
+    """Tokens that are held back until it is known whether the sample stops are lost when it
+    does."""
 
     def _draw(self, query, params):
         drawn = super()._draw(query, params)

@@ -1,5 +1,5 @@
 """A sound continuous engine, made as real ones are: places in a batch, prompts in chunks, state for
-each position, one token of each draw in a step.
+each position, one token of each sample in a step.
 
 What a row is comes from the hash of the mock, but of what the state holds, not of what was asked.
 So whatever is lost, mixed up or left behind on the way shows in the row.

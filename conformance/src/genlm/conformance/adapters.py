@@ -26,7 +26,7 @@ from genlm.core.types import TokenIds
 if TYPE_CHECKING:
     import torch
 
-#: The tokens of a draw that is under way while adapters change.
+#: The tokens of a sample that is under way while adapters change.
 DRAWN_TOKENS = 8
 
 

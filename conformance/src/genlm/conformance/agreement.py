@@ -1,4 +1,4 @@
-"""Whether draws agree with rows, and with each other."""
+"""Whether samples agree with rows, and with each other."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from genlm.conformance.subject import Subject
 if TYPE_CHECKING:
     import torch
 
-#: In vocabularies up to this size rounding hardly moves a draw. In one of 50,000 tokens a hundredth
-#: of the mass is of tokens so unlikely that a change of the last digits moves the boundary between
-#: them by more than their mass.
+#: In vocabularies up to this size rounding hardly moves a sample. In one of 50,000 tokens a
+#: hundredth of the mass is of tokens so unlikely that a change of the last digits moves the
+#: boundary between them by more than their mass.
 SMALL_VOCABULARY_TOKENS = 1000
 
 #: A violation that rounding may explain must come up with this many further seeds.
@@ -24,7 +24,7 @@ OTHER_SEEDS = 3
 
 
 class MovedDraw(Violation):
-    """A draw is not what it is elsewhere with the same seed. Rounding may be the cause."""
+    """A sample is not what it is elsewhere with the same seed. Rounding may be the cause."""
 
 
 def expect_same_draw(drawn: Sequence[int], expected: Sequence[int], otherwise: str) -> None:
@@ -34,13 +34,13 @@ def expect_same_draw(drawn: Sequence[int], expected: Sequence[int], otherwise: s
 
 
 def steady(live: Subject, top_k: int = 20) -> dict[str, Any]:
-    """Options of seeded draws that rounding hardly moves."""
+    """Options of seeded samples that rounding hardly moves."""
     return {} if len(live.lm.byte_vocab) <= SMALL_VOCABULARY_TOKENS else {"top_k": top_k}
 
 
 def for_each_seed(holds: Callable[..., None]) -> Callable[..., None]:
-    """Decorate what must hold for a seeded draw, with an argument ``seed``. A draw that moved is a
-    violation if one moves with each of the seeds that follow, too."""
+    """Decorate what must hold for a seeded sample, with an argument ``seed``. A sample that moved
+    is a violation if one moves with each of the seeds that follow, too."""
 
     @functools.wraps(holds)
     def holds_for_each(seed: int, **others: Any) -> None:
@@ -64,7 +64,7 @@ def may_follow(
     options: Mapping[str, Any],
     adapter: str | None,
 ) -> bool:
-    """Whether rounding may let a draw with these options go on with one of the candidates."""
+    """Whether rounding may let a sample with these options go on with one of the candidates."""
     row = live.cold(token_ids, adapter)
     most = 1 if options.get("temperature") == 0.0 else options.get("top_k") or len(row)
     least = float(row.topk(min(most, len(row))).values[-1]) - TOP_FACTOR * live.expect.atol
@@ -74,10 +74,10 @@ def may_follow(
 def expect_frequencies(
     what: str, drawn: Iterable[Sequence[int]], mass: Mapping[tuple[int, ...], float]
 ) -> None:
-    """Check by a chi-squared test that draws come at the frequencies ``mass``."""
+    """Check by a chi-squared test that samples come at the frequencies ``mass``."""
     counts = Counter(map(tuple, drawn))
     total = counts.total()
-    # Each draw that is expected five times or more is a cell; all others share one cell.
+    # Each sample that is expected five times or more is a cell; all others share one cell.
     cells = [each for each, p in mass.items() if p * total >= 5]
     observed = [counts[cell] for cell in cells]
     expected = [mass[cell] * total for cell in cells]
@@ -93,5 +93,5 @@ def expect_frequencies(
 
 
 def single_tokens(mass: torch.Tensor) -> dict[tuple[int, ...], float]:
-    """The masses of all draws of one token."""
+    """The masses of all samples of one token."""
     return {(token_id,): p for token_id, p in enumerate(mass.tolist())}

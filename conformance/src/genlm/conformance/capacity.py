@@ -24,10 +24,10 @@ CANCELLING_TURNS, REQUESTS_A_TURN = 6, 64
 #: The most tokens of the prompts of cancelled requests.
 MAX_PROMPT_TOKENS = 100
 
-#: How many draws are made together before and after the cancellations, and their tokens.
+#: How many samples are made together before and after the cancellations, and their tokens.
 DRAWS_TOGETHER, DRAWN_TOKENS = 40, 6
 
-#: How many draws, and as many scores, are asked for together beside pins.
+#: How many samples, and as many scores, are asked for together beside pins.
 SCORES_TOGETHER = 6
 
 #: Tokens of these scores. Scores made in steps have more, so that some are preempted half done.
@@ -49,9 +49,9 @@ class CapacityClauses:
         capability="cancelling",
     )
     def test_cancelled_requests_give_their_places_back(self, live: Subject) -> None:
-        """After hundreds of draws and long rows are cancelled in flight, as many requests as before
-        run together: draws take no more calls of the engine (not counted with ``genlm_wake``), and
-        a short request does not wait for a long one."""
+        """After hundreds of samples and long rows are cancelled in flight, as many requests as
+        before run together: samples take no more calls of the engine (not counted with
+        ``genlm_wake``), and a short request does not wait for a long one."""
         if not live.lm.supports("genlm_step", "dropped"):
             pytest.skip("the engine takes nothing back (genlm_step without `dropped`)")
         contexts = live.contexts
@@ -90,7 +90,7 @@ class CapacityClauses:
             live.check_row(row, how=f"after {cancelled} requests were cancelled in flight")
 
     def _calls(self, live: Subject, turn: int) -> int:
-        """How many calls of the engine some draws take together."""
+        """How many calls of the engine some samples take together."""
         prompts = [live.contexts.long(6 + i, i) for i in range(DRAWS_TOGETHER)]
         live.lm.clear_cache()
         begun = len(live.gate.recent_calls)
@@ -101,7 +101,7 @@ class CapacityClauses:
         return len(live.gate.recent_calls) - begun
 
     def _short_overtakes(self, live: Subject) -> bool:
-        """Whether a draw of one token ends before one of many that was asked with it."""
+        """Whether a sample of one token ends before one of many that was asked with it."""
 
         async def together() -> list[str]:
             long, short = await started(
@@ -175,9 +175,9 @@ class CapacityClauses:
     )
     def test_contexts_beside_as_many_pins_as_fit(self, live: Subject) -> None:
         """Prompts are pinned until the engine rejects one, or there are many. Then long contexts,
-        extensions of these and of the pinned prompts, and draws and scores (at a low effort only if
-        a pin was rejected) are right, or are rejected. If a pin was rejected, all of this is asked
-        for again with fewer pins. After a clear nothing is rejected."""
+        extensions of these and of the pinned prompts, and samples and scores (at a low effort only
+        if a pin was rejected) are right, or are rejected. If a pin was rejected, all of this is
+        asked for again with fewer pins. After a clear nothing is rejected."""
         live.needs("genlm_cache_prefix")
         contexts = live.contexts
         room = min(live.longest, contexts.limit - 4)
@@ -189,7 +189,7 @@ class CapacityClauses:
         ]
         pinned = _pinned(live, prompts)
         is_full = len(pinned) < len(prompts)
-        # At a low effort draws and scores are asked for only if some of them are preempted.
+        # At a low effort samples and scores are asked for only if some of them are preempted.
         asks_more = is_full or live.effort >= 1
         draws = self._draws(live, half) if asks_more else []
         texts = [contexts.long(room, 6 + i) for i in range(SCORES_TOGETHER)] if asks_more else []
@@ -235,7 +235,7 @@ class CapacityClauses:
             for now, before in zip(drawn, alone * len(tails), strict=True)
             if not isinstance(now, Exception) and now != before
         ]
-        # Rounding may move a few draws of a large vocabulary.
+        # Rounding may move a few samples of a large vocabulary.
         is_small = len(live.lm.byte_vocab) <= SMALL_VOCABULARY_TOKENS
         few = 0 if is_small else len(drawn) // 4
         check(
@@ -266,7 +266,7 @@ class CapacityClauses:
         live.check_rows(extended, how=how)
 
     def _draws(self, live: Subject, half: int) -> list[Callable[[], Coroutine[Any, Any, Outcome]]]:
-        """Draws that are made alone, and beside pins; none where rounding may change them."""
+        """Samples that are made alone, and beside pins; none where rounding may change them."""
         if live.expect.atol > ROUNDING_ATOL:
             return []
         most = min(live.scaled(24, 16), live.contexts.limit - half)

@@ -14,7 +14,7 @@ from genlm.conformance.driver import Outcome, in_order, started, submitted
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
-#: The tokens of a long draw.
+#: The tokens of a long sample.
 LONG_DRAW_TOKENS = 40
 
 #: The most calls of the engine until a request is answered, while a stream of others never pauses.
@@ -51,7 +51,7 @@ class ContentionClauses:
         "short requests are always served first", "nobody_is_passed_over", capability="fairness"
     )
     def test_nobody_waits_behind_a_crowd(self, live: Subject) -> None:
-        """A long row, a draw and a score are answered, correctly, while 64 callers with short
+        """A long row, a sample and a score are answered, correctly, while 64 callers with short
         contexts ask again soon after each answer."""
         callers = live.scaled(64, 32)
         contexts = live.contexts
@@ -124,7 +124,7 @@ class ContentionClauses:
         capability="fairness",
     )
     def test_short_draw_returns_before_a_long_one(self, live: Subject) -> None:
-        """A draw of one token, asked together with one of many, is answered first."""
+        """A sample of one token, asked together with one of many, is answered first."""
         short = live.contexts.long(3, 2)
         long, length = self._long_draw(live)
 
@@ -150,8 +150,8 @@ class ContentionClauses:
         capability="fairness",
     )
     def test_row_during_a_draw(self, live: Subject) -> None:
-        """While long draws run, a row that is asked for is answered before any of the draws ends,
-        and is right."""
+        """While long samples run, a row that is asked for is answered before any of the samples
+        ends, and is right."""
         row = live.contexts.long(3, 2)
         long, length = self._long_draw(live)
         live.cold(row)
@@ -190,7 +190,7 @@ class ContentionClauses:
         capability="cancelling",
     )
     def test_cancelled_draw_ends(self, live: Subject) -> None:
-        """A cancelled long draw is not drawn to its end, and later requests get the right
+        """A cancelled long sample is not drawn to its end, and later requests get the right
         answers."""
         long, length = self._long_draw(live)
         takes = live.lm.supports
@@ -315,7 +315,7 @@ class ContentionClauses:
         capability="fairness",
     )
     def test_nobody_is_passed_over(self, live: Subject) -> None:
-        """A row and a draw are answered within a bounded number of calls of the engine, although
+        """A row and a sample are answered within a bounded number of calls of the engine, although
         every call brings another request."""
         elsewhere = live.lm.supports("genlm_wake")
         bound = MAX_CALLS_ELSEWHERE if elsewhere else MAX_CALLS
@@ -378,5 +378,5 @@ class ContentionClauses:
         return {each.hook for each in live.gate.recent_calls}
 
     def _tries(self, live: Subject) -> int:
-        """Once; more where two machines race, since the one with the long draw may be faster."""
+        """Once; more where two machines race, since the one with the long sample may be faster."""
         return 20 if live.lm.supports("genlm_wake") else 1

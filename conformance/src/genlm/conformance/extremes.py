@@ -1,4 +1,4 @@
-"""Clauses on draws with extreme options: each means what its formula says."""
+"""Clauses on samples with extreme options: each means what its formula says."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from genlm.core.types import TokenIds
 #: by it overflow in float16.
 TINY_TEMPERATURES = (1e-6, 1e-30)
 
-#: How many draws of one token are repeated with that token as a stop token.
+#: How many samples of one token are repeated with that token as a stop token.
 STOPPED_DRAWS = 300
 
-#: How many stop tokens a draw has at most.
+#: How many stop tokens a sample has at most.
 MAX_STOP_TOKENS = 300
 
 
@@ -49,7 +49,7 @@ class ExtremeClauses:
         capability="extremes",
     )
     def test_top_k_beyond_the_vocabulary(self, live: Subject) -> None:
-        """A ``top_k`` of at least the vocabulary's size has no effect: a seeded draw is the same
+        """A ``top_k`` of at least the vocabulary's size has no effect: a seeded sample is the same
         with it and without."""
         live.needs_little_rounding()
         size = len(live.lm.byte_vocab)
@@ -69,7 +69,7 @@ class ExtremeClauses:
 
     @advise("temperatures are clamped", "frequencies_agree_with_rows", capability="extremes")
     def test_large_temperature_is_flat(self, live: Subject) -> None:
-        """At a temperature of 1e6 all tokens are about equally likely: draws come from the whole
+        """At a temperature of 1e6 all tokens are about equally likely: samples come from the whole
         vocabulary, and the most likely tokens are drawn no more often than others."""
         prompt = live.contexts.stem[:4]
         size = live.contexts.vocab_size
@@ -92,8 +92,8 @@ class ExtremeClauses:
         capability="extremes",
     )
     def test_every_token_stops(self, live: Subject) -> None:
-        """If a draw begins with a token, the same draw with that token as a stop token is empty,
-        also if it is one of hundreds of stop tokens."""
+        """If a sample begins with a token, the same sample with that token as a stop token is
+        empty, also if it is one of hundreds of stop tokens."""
         live.needs_little_rounding()
         contexts, how = live.contexts, {**steady(live), "temperature": 1000.0}
         prompt = contexts.stem[:4]
@@ -103,7 +103,7 @@ class ExtremeClauses:
         many = contexts.plain[:: max(1, len(contexts.plain) // MAX_STOP_TOKENS)]
 
         def with_stops(others: Sequence[int], only: list[int]) -> list[int]:
-            """The seeds of draws that go on although their first token is a stop token."""
+            """The seeds of samples that go on although their first token is a stop token."""
             stopped = live.run_all(
                 live.lm.sample(prompt, 1, [*others, tokens[n]], seed=n, **how) for n in only
             )
@@ -111,7 +111,7 @@ class ExtremeClauses:
 
         for others, what in (((), "it"), (many, f"it and {len(many)} others")):
             wrong = with_stops(others, [*tokens])
-            # Rounding moves few draws, and other ones each time.
+            # Rounding moves few samples, and other ones each time.
             if len(wrong) > 1 + len(tokens) // 50 or (wrong and with_stops(others, wrong)):
                 n = wrong[0]
                 check(
@@ -127,7 +127,7 @@ class ExtremeClauses:
         capability="extremes",
     )
     def test_all_tokens_but_one_stop(self, live: Subject) -> None:
-        """With all tokens but one as stop tokens, a draw consists of that token only, repeated as
+        """With all tokens but one as stop tokens, a sample consists of that token only, repeated as
         often as it is drawn before another."""
         contexts = live.contexts
         prompt, size = contexts.stem[:4], len(live.lm.byte_vocab)

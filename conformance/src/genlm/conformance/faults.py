@@ -53,7 +53,7 @@ class FaultClauses:
 
     @advise("state is kept before it is computed", "error_inside_the_engine", capability="errors")
     def test_state_after_an_error(self, live: Subject) -> None:
-        """A row, draw, score or pin that fails part-way leaves no incomplete state: the same
+        """A row, sample, score or pin that fails part-way leaves no incomplete state: the same
         context, its prefixes and its extensions are right afterwards."""
         most = min(live.longest, live.contexts.limit - 4)
         tail = tuple(live.contexts.tokens[:3])

@@ -295,7 +295,7 @@ class LengthClauses:
     )
     def test_longest_context(self, live: Subject) -> None:
         """A context of exactly ``max_context`` tokens has a row that depends on its first token,
-        and draws and scores work up to that length."""
+        and samples and scores work up to that length."""
         contexts, limit, length = live.contexts, live.contexts.limit, live.looked or live.longest
         if length < limit:
             pytest.skip(
@@ -328,8 +328,8 @@ class LengthClauses:
         "contexts_grow_across_every_length",
     )
     def test_draws_at_every_length(self, live: Subject) -> None:
-        """In draws whose prompts end just before block and chunk sizes, made together, every token
-        is the most likely token of its cold row, on both sides of the edge."""
+        """In samples whose prompts end just before block and chunk sizes, made together, every
+        token is the most likely token of its cold row, on both sides of the edge."""
         text = live.contexts.long(live.longest, 4)
         edges = [edge for edge in EDGES if edge + 2 <= live.longest]
         prompts = [text[: edge - 2] for edge in edges[:: 1 if live.effort >= 1 else 2]]
@@ -342,8 +342,9 @@ class LengthClauses:
         "scores_at_every_length",
     )
     def test_scores_together(self, live: Subject) -> None:
-        """Scores that are asked for together, with rows and draws of their prompts, and that share
-        a continuation, a prompt or all tokens, with adapters and without, are the same as alone."""
+        """Scores that are asked for together, with rows and samples of their prompts, and that
+        share a continuation, a prompt or all tokens, with adapters and without, are the same as
+        alone."""
         lm, contexts, names = live.lm, live.contexts, [None, *live.loras][:3]
         prompts = [contexts.long(min(n, contexts.limit - 3), n) for n in (2, 3, 17)]
         tails = [tuple(contexts.tokens[begin:end]) for begin, end in ((0, 2), (2, 5), (3, 5))]
@@ -438,7 +439,7 @@ class ContinuationClauses:
             for longer in (text[:-1], text):
                 after = (*longer, contexts.tokens[1])
                 live.check_row(after, how="extending scored tokens")
-        # An engine may return None for the longest draw only, so a shorter one comes before it.
+        # An engine may return None for the longest sample only, so a shorter one comes before it.
         drawn: list[int] = []
         for n, stops in ((96, False), (live.scaled(200, 140), False), (21, True)):
             prompt = contexts.long(min(9, contexts.limit - 2), 2)

@@ -45,7 +45,7 @@ print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - b
 """
 
 
-#: How many draws are made between two measurements of memory.
+#: How many samples are made between two measurements of memory.
 DRAWS_A_TURN = 24
 
 #: The most bytes of Python objects that some hundred requests may leave and that are no leak: the

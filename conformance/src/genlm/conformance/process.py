@@ -18,7 +18,7 @@ from genlm.conformance.subject import Subject
 #: Processes that Python itself starts for the whole program.
 PYTHON_PROCESSES = ("resource_tracker", "forkserver")
 
-#: Tokens of the draw that is under way when processes are killed.
+#: Tokens of the sample that is under way when processes are killed.
 DRAWN_TOKENS = 30
 
 
@@ -32,7 +32,7 @@ class ProcessClauses:
         capability="process",
     )
     def test_seeded_draw_sets_no_generator(self, live: Subject) -> None:
-        """A seeded draw, a row and a score do not seed the global generators of Python, NumPy and
+        """A seeded sample, a row and a score do not seed the global generators of Python, NumPy and
         PyTorch. (They may take numbers from them.)"""
         prompt, tokens = live.contexts.stem[:4], live.contexts.tokens[:2]
         asked: dict[str, Callable[[], object]] = {

@@ -1,6 +1,6 @@
 """Random programs, through the hooks of an engine: contexts that go on, fork, are cut, share a
-prompt or are new; draws and scores of them; kept state and adapters that come and go. Every answer
-is compared.
+prompt or are new; samples and scores of them; kept state and adapters that come and go. Every
+answer is compared.
 
 There are two random testers, by intent. A program calls hooks itself, one after the other, and what
 it asks follows from what was answered: contexts go on from drawn tokens, for thousands of steps. So
@@ -92,8 +92,8 @@ class Program:
         atol: The absolute tolerance of log-probabilities, in nats.
         share: The share of answers that are compared, from 0 to 1.
         may_lack_room: Whether the engine may reject a prefix to pin for lack of room.
-        seeds: Whether some draws have a seed. A seeded draw must be the same when it is drawn
-            alone, but rounding may change one draw in many thousands.
+        seeds: Whether some samples have a seed. A seeded sample must be the same when it is drawn
+            alone, but rounding may change one sample in many thousands.
     """
 
     engine: Any
@@ -232,7 +232,7 @@ class Program:
             self._compare(request, score)
 
     def draw(self) -> None:
-        """Action: ask for draws, if the engine takes draws in its steps."""
+        """Action: ask for samples, if the engine takes samples in its steps."""
         if self._takes("samples"):
             room = [(one, self.longest - one.length) for one in self._few()]
             self.advance([SampleRequest(one, self._params(most)) for one, most in room if most])

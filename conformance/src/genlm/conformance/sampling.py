@@ -1,5 +1,5 @@
-"""Clauses on sampling and scoring: both agree with the rows; a seed fixes a draw, and nothing else
-does."""
+"""Clauses on sampling and scoring: both agree with the rows; a seed fixes a sample, and nothing
+else does."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from genlm.core.types import TokenIds
 if TYPE_CHECKING:
     import torch
 
-#: How many draws are made to compare frequencies, at effort 1.
+#: How many samples are made to compare frequencies, at effort 1.
 FREQUENCY_DRAWS = 1000
 
 SEEDS = st.integers(0, 1 << 32)
 
-#: How many times some draws are made until a stop token comes up in one of them.
+#: How many times some samples are made until a stop token comes up in one of them.
 STOP_TRIES = 5
 
 
 class SamplingClauses:
-    """Draws come from the rows, by a seed or none."""
+    """Samples come from the rows, by a seed or none."""
 
     @advise(
         "one generator for a whole batch, a seed that depends on the position in the batch, "
@@ -79,7 +79,7 @@ class SamplingClauses:
         "seed_fixes_the_draw",
     )
     def test_draws_are_separate(self, live: Subject) -> None:
-        """Without a seed, all draws of a batch are independent; with a seed, each position in a
+        """Without a seed, all samples of a batch are independent; with a seed, each position in a
         batch has its own random stream."""
         prompt = live.contexts.stem[:4]
         for seed in (None, 1):
@@ -92,8 +92,8 @@ class SamplingClauses:
         "long_draws_do_not_repeat",
     )
     def test_successive_tokens_are_independent(self, live: Subject) -> None:
-        """In two-token draws with consecutive seeds, all pairs of tokens have the frequencies that
-        the rows give."""
+        """In two-token samples with consecutive seeds, all pairs of tokens have the frequencies
+        that the rows give."""
         prompt = live.contexts.stem[:5]
         count = live.scaled(400, 200)
         mass: dict[tuple[int, ...], float] = {
@@ -117,7 +117,8 @@ class SamplingClauses:
         "seeded_draw_sets_no_generator",
     )
     def test_unseeded_after_seeded(self, live: Subject) -> None:
-        """A seed affects only its own draw, not unseeded draws that follow it or run beside it."""
+        """A seed affects only its own sample, not unseeded samples that follow it or run beside
+        it."""
         prompt = live.contexts.stem[:4]
         length = min(12, live.contexts.limit - 5)
         free = []
@@ -182,7 +183,7 @@ class SamplingClauses:
     )
     def test_first_and_last_token_stop(self, live: Subject) -> None:
         """The first and the last token of the vocabulary work as stop tokens: at a temperature at
-        which they are drawn, no draw contains its stop token."""
+        which they are drawn, no sample contains its stop token."""
         size = live.contexts.vocab_size
         length = min(24, live.contexts.limit - 5)
         count = math.ceil(3 * size / length)
@@ -190,7 +191,7 @@ class SamplingClauses:
             pytest.skip(f"of {size} tokens one comes up too seldom")
         prompts = [live.contexts.stem[:4]] * count
         stops = [0, size - 1]
-        # By chance no draw stops, one time in 20.
+        # By chance no sample stops, one time in 20.
         for _ in range(STOP_TRIES):
             batches = [
                 live.lm.batch_sample(prompts, length, [stop], temperature=1000.0) for stop in stops
@@ -217,8 +218,8 @@ class SamplingClauses:
 
     @advise("a block of random numbers is reused", "successive_tokens_are_independent")
     def test_long_draws_do_not_repeat(self, live: Subject) -> None:
-        """The random numbers of one draw are independent: at a temperature at which all tokens are
-        about equally likely, tokens do not repeat at any distance."""
+        """The random numbers of one sample are independent: at a temperature at which all tokens
+        are about equally likely, tokens do not repeat at any distance."""
         prompt = live.contexts.stem[:4]
         room = min(live.longest, live.contexts.limit - len(prompt))
         asked = [(None, min(live.scaled(150, 75), room)), (5, min(150, room))]
@@ -309,8 +310,8 @@ class SamplingClauses:
 
     @advise("only a few stop tokens are stored", "every_token_stops", capability="seeds")
     def test_several_stop_tokens(self, live: Subject) -> None:
-        """With several stop tokens, the first one that is drawn ends the draw; stop tokens that are
-        never drawn have no effect."""
+        """With several stop tokens, the first one that is drawn ends the sample; stop tokens that
+        are never drawn have no effect."""
         live.needs_little_rounding()
 
         how = {**steady(live), "temperature": 1.5}
@@ -339,8 +340,8 @@ class SamplingClauses:
         "the model's own end-of-sequence token ends a draw although it is not listed", "max_tokens"
     )
     def test_draws_of_full_length(self, live: Subject) -> None:
-        """Without stop tokens, draws have their full length, at a temperature at which every token
-        is drawn."""
+        """Without stop tokens, samples have their full length, at a temperature at which every
+        token is drawn."""
         count = live.scaled(200, 60)
         prompts = [live.contexts.stem[:n] for n in (2, 4, 5)] * (count // 3)
         length = min(16, live.contexts.limit - 5)
@@ -357,7 +358,7 @@ class SamplingClauses:
         "adapters_in_turn",
     )
     def test_adapter_in_sampling(self, live: Subject) -> None:
-        """A continuation is drawn under its adapter: greedy draws follow the adapter's rows, and
+        """A continuation is drawn under its adapter: greedy samples follow the adapter's rows, and
         leave no state that is used for another adapter."""
         names = [None, *live.needs_adapters()]
 

@@ -77,7 +77,8 @@ class Rebinding:
 Event = Arrival | Leaving | Rebinding
 
 
-#: Long scores that come once many draws have grown: after how many calls of the engine, and which.
+#: Long scores that come once many samples have grown: after how many calls of the engine, and
+#: which.
 LATE_SCORES = ((8, 11), (0, 7), (0, 3), (8, 7), (0, 3))
 
 #: More requests than an engine has places, or memory, for: they stay, and they leave.
@@ -118,7 +119,7 @@ class ScheduleClauses:
         capability="cancelling",
     )
     def test_cancelled_requests_leave_nothing(self, live: Subject) -> None:
-        """Hundreds of running draws, long prompts and scores are cancelled beside other requests,
+        """Hundreds of running samples, long prompts and scores are cancelled beside other requests,
         and then the same and other requests are made: all get the answers that they get alone."""
         for crowd in CROWDS:
             check_schedule(live, crowd)
@@ -137,9 +138,9 @@ class ScheduleClauses:
         "seed_fixes_the_draw",
     )
     def test_requests_on_a_schedule(self, live: Subject) -> None:
-        """Rows, draws and scores of all lengths, options and adapters arrive singly and in bursts,
-        some are cancelled, and adapters change in between: each gets the answer that it gets
-        alone."""
+        """Rows, samples and scores of all lengths, options and adapters arrive singly and in
+        bursts, some are cancelled, and adapters change in between: each gets the answer that it
+        gets alone."""
         found = schedules(len(live.loras) > 1, live.scaled(80, 17))
 
         @for_all(live, examples=14, least=4, schedule=found)
@@ -187,7 +188,7 @@ def _leaving(turn: int) -> list[Event]:
 
 
 def _leaving_at_the_end() -> list[Event]:
-    """Of five equal draws one stays, and the others leave some calls before they would end."""
+    """Of five equal samples one stays, and the others leave some calls before they would end."""
     kinds, early = REQUESTS_OF_KIND["growing draws"], (0, 1, 2, 3)
     ends = [growing_tokens(kind) for kind in range(kinds)]
     leaving = [(ends[i] - n, kinds * n + i) for i in range(kinds) for n in early]
@@ -271,7 +272,7 @@ class Asked:
         if self.task.cancelled():
             return None if self.left else Violation("it was cancelled; its caller had not gone")
         outcome = self.task.exception() or self.task.result()
-        # The core rejects a draw that it makes from several rows if its adapter goes.
+        # The core rejects a sample that it makes from several rows if its adapter goes.
         if self.disturbed and isinstance(outcome, UnknownAdapterError):
             return None if not isinstance(self.request, ScheduledRow) else Violation(str(outcome))
         try:
@@ -414,7 +415,7 @@ class Performance:
     # --- what came of it --------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises: Violation: the first request that is wrong, with the schedule; a draw that
+        """Raises: Violation: the first request that is wrong, with the schedule; a sample that
         rounding may have moved only where no other is."""
         moved = None
         for one in self._asked:

@@ -1,4 +1,4 @@
-"""The requests of a schedule: rows, draws and scores that differ in everything, and what each of
+"""The requests of a schedule: rows, samples and scores that differ in everything, and what each of
 them gives alone."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from genlm.core.types import TokenIds
 #: The name of an adapter that is rebound in the course of a schedule.
 REBOUND_ADAPTER = "moving"
 
-#: Lengths of prompts, lengths of drawn and scored continuations, and options of draws. The lengths
-#: of these three tuples have no common divisor, so all combinations come up.
+#: Lengths of prompts, lengths of drawn and scored continuations, and options of samples. The
+#: lengths of these three tuples have no common divisor, so all combinations come up.
 PROMPT_TOKENS = (3, 40, 15, 130, 31, 300, 8)
 CONTINUATION_TOKENS = (5, 2, 3, 4, 12, 1, 20, 17, 8)
 DRAW_OPTIONS: tuple[Mapping[str, Any], ...] = (
@@ -159,7 +159,7 @@ def requests_of(live: Subject, kind: str, salt: int = 0) -> list[ScheduledReques
     Args:
         live: The model.
         kind: One of :data:`REQUESTS_OF_KIND`.
-        salt: Chooses the seeds of draws.
+        salt: Chooses the seeds of samples.
     """
     names = live.loras
     adapters = [None, *names[:2], *([REBOUND_ADAPTER] if len(names) > 1 else [])]
@@ -169,7 +169,7 @@ def requests_of(live: Subject, kind: str, salt: int = 0) -> list[ScheduledReques
 
 
 def growing_tokens(i: int) -> int:
-    """How many tokens the growing draw with number ``i`` has."""
+    """How many tokens the growing sample with number ``i`` has."""
     return 20 + 2 * i
 
 
@@ -203,7 +203,7 @@ def _make(live: Subject, kind: str, i: int, adapter: str | None, salt: int) -> S
 
 
 def _seeded(live: Subject, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    # Only greedy draws repeat if rounding may change a draw, or if the engine has no seeds.
+    # Only greedy samples repeat if rounding may change a sample, or if the engine has no seeds.
     if live.expect.atol > ROUNDING_ATOL or "seeds" in live.suite.excused:
         return {"temperature": 0.0}
     if options.get("temperature") == 0.0:

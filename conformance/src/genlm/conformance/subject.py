@@ -173,7 +173,7 @@ class Subject(Driver):
         return list(self.adapters)
 
     def needs_little_rounding(self) -> None:
-        """Skip the clause where rounding may be so large that it changes draws, or the engine is
+        """Skip the clause where rounding may be so large that it changes samples, or the engine is
         excused from seeds."""
         if "seeds" in self.suite.excused:
             pytest.skip(f"excused from 'seeds': {self.suite.excused['seeds']}")
@@ -192,7 +192,7 @@ class Subject(Driver):
     def sample(
         self, prompt: Sequence[int], most: int, stops: Sequence[int] = (), **options: Any
     ) -> list[int]:
-        """The tokens of one draw."""
+        """The tokens of one sample."""
         drawn = self.lm.sample(prompt, most, stops, **options)
         until = f", until one of {len(stops)} stop tokens" if stops else ""
         return self._answer(
@@ -201,7 +201,7 @@ class Subject(Driver):
         )
 
     def samples(self, prompts: Several, most: int, **options: Any) -> list[list[int]]:
-        """The tokens of draws in one batch, without stop tokens."""
+        """The tokens of samples in one batch, without stop tokens."""
         drawn = self.lm.batch_sample(prompts, most, [], **options)
         return self._answer(
             drawn,

@@ -33,8 +33,8 @@ class TokenDrawer:
     """Draws the tokens of one continuation from rows, one uniform number each, by inverting the
     cumulative distribution.
 
-    With a seed, the numbers come from a generator of the drawer's own. So the seed fixes the draws,
-    whatever else happens.
+    With a seed, the numbers come from a generator of the drawer's own. So the seed fixes the
+    samples, whatever else happens.
 
     Attributes:
         how: The temperature, top_k, top_p and min_p.
@@ -139,7 +139,8 @@ def draw_together(
             chosen = torch.stack([rows[at] for at in order[part]])
             found.append(_drawn(chosen.cpu() if chosen.is_mps else chosen, numbers[part], how))
         begin = stop
-    # Noted after all draws have succeeded: after a failure, each is repeated with the same number.
+    # Noted after all samples have succeeded: after a failure, each is repeated with the same
+    # number.
     values = torch.cat(found).tolist()
     drawn = {at: drawers[at].take(*one) for at, one in zip(order, values, strict=True)}
     return [drawn[at] for at in range(len(drawers))]

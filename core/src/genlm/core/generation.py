@@ -52,7 +52,7 @@ def blocking_form(
 
 
 class Drawing(AsyncGenerator[int, None]):
-    """The ids of a draw, as they are drawn."""
+    """The ids of a sample, as they are drawn."""
 
     def __init__(self, tokens: AsyncGenerator[int, None]) -> None:
         self._tokens = tokens
@@ -143,7 +143,7 @@ class GenerationMixin(RowsMixin):
     ) -> list[list[int]]:
         """Draw one continuation for each prompt.
 
-        The call raises the error of a draw that fails. To keep the other draws, use
+        The call raises the error of a sample that fails. To keep the other samples, use
         ``asyncio.gather`` of :meth:`sample` with ``return_exceptions=True``.
 
         Args:

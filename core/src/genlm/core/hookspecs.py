@@ -183,14 +183,14 @@ def genlm_step(
     is new and nothing must be dropped.
 
     **Naming an argument says that the engine takes it.** An engine that names only ``queries`` gets
-    only queries. Draws and scores then go to its hooks ``genlm_sample`` and
+    only queries. Samples and scores then go to its hooks ``genlm_sample`` and
     ``genlm_sequence_logprobs``, while nothing is in flight. If it lacks these hooks, the core makes
     draws and scores from rows.
 
     Args:
         queries: New queries. A cold query comes alone, when nothing is in flight; answer it from
             its tokens only.
-        samples: New draws. Equal ones are separate draws.
+        samples: New samples. Equal ones are separate samples.
         scores: New scores.
         reductions: New functions of rows (the argument ``then`` of callers). Name this argument if
             rows are computed in another process or on another machine, so that only results travel:
@@ -203,7 +203,7 @@ def genlm_step(
         dropped: Requests in flight, of any kind, that no caller waits for any more. Drop them now
             and never answer them; an answer in this same step is ignored. An equal query may be new
             in a later step. An engine that does not name ``dropped`` computes them to the end.
-        width: How many ids the tokenizer has, the same in every step. Draws must be of these ids,
+        width: How many ids the tokenizer has, the same in every step. Samples must be of these ids,
             and scores normalised over them; an engine that cannot do so answers with ``None``. If
             ``vocab_size`` exceeds ``width`` (padded embeddings), rows may be ``[width]``,
             normalised over these ids: the core then has nothing to drop. An engine with padded
@@ -212,7 +212,7 @@ def genlm_step(
     Returns:
         The answers to the requests that are finished, one for each, in any order. Each
         :class:`~genlm.core.types.Answer` has the result, the request's own exception, or ``None``
-        for a draw or a score with parameters that the engine does not support: the core then
+        for a sample or a score with parameters that the engine does not support: the core then
         computes it from rows. A step that finished nothing returns an empty list, and does not
         count as a batch in ``Stats``.
 
@@ -254,8 +254,8 @@ def genlm_process_logprobs(queries: Sequence[Query], rows: torch.Tensor) -> torc
 
     Called on the engine thread with the rows that an engine has just computed: once for each batch,
     each step that finished rows, and each cold query. The changed rows are used for everything:
-    callers, the cache, draws and scores. So with this hook, **the core computes draws and scores
-    from rows on every engine**, one row for each token, and never asks the engine for them.
+    callers, the cache, samples and scores. So with this hook, **the core computes samples and
+    scores from rows on every engine**, one row for each token, and never asks the engine for them.
 
     Several wrappers apply in the order in which they were given: first those of installed
     distributions, then those of the option ``wrappers``; ``tryfirst`` and ``trylast`` change the
@@ -282,7 +282,7 @@ def genlm_process_logprobs(queries: Sequence[Query], rows: torch.Tensor) -> torc
             with a :class:`~genlm.core.errors.PluginError` that names the wrapper.
 
     Examples:
-        Make every row sharper, and with it every draw and score:
+        Make every row sharper, and with it every sample and score:
 
         >>> from genlm.core import hookimpl, load_model_by_name
         >>> class Sharper:
@@ -364,10 +364,11 @@ def genlm_sample(
     """Draw one continuation for each query natively.
 
     Without an implementation, or if it returns ``None``, the core draws from next-token rows. Equal
-    queries with equal parameters are separate draws.
+    queries with equal parameters are separate samples.
 
-    The call cannot be interrupted: all other requests wait for it, and a cancelled draw still runs
-    to its end. So return ``None`` for long draws, or take draws in steps (:func:`genlm_step`).
+    The call cannot be interrupted: all other requests wait for it, and a cancelled sample still
+    runs to its end. So return ``None`` for long samples, or take samples in steps
+    (:func:`genlm_step`).
 
     Args:
         queries: The contexts, at least one.

@@ -226,8 +226,8 @@ class MockEngine:
 class ContinuousMockEngine(MockEngine):
     """The same results from an engine that takes every kind of request in its steps.
 
-    A row or a score takes ``steps`` steps, and a draw ``max_tokens`` steps. A step takes ``delay``
-    seconds. If it is woken, it returns early, and the next step continues it.
+    A row or a score takes ``steps`` steps, and a sample ``max_tokens`` steps. A step takes
+    ``delay`` seconds. If it is woken, it returns early, and the next step continues it.
     """
 
     def __init__(self, tokenizer: Any, *, steps: int = 2, **options: Any) -> None:

@@ -120,7 +120,7 @@ class SamplingParams:
 
 @frozen(eq=False)
 class SampleRequest:
-    """A request for one drawn continuation. No two are equal: each is a separate draw.
+    """A request for one drawn continuation. No two are equal: each is a separate sample.
 
     Attributes:
         query: The context and the adapter.
@@ -232,7 +232,7 @@ class Stats:
     """Counters of a model's work since it was loaded. They never go down.
 
     Attributes:
-        requests: Requests by any method: rows, draws and scores.
+        requests: Requests by any method: rows, samples and scores.
         cache_hits: Requests answered from the output cache.
         dedup_hits: Requests that shared the answer of an equal pending one.
         cancelled: Requests whose callers were cancelled, or failed by another request of the same
@@ -309,9 +309,9 @@ class Answer(NamedTuple):
         request: The request as it was admitted: a :class:`Query`, a :class:`SampleRequest`, a
             :class:`ScoreRequest` or a :class:`ReductionRequest`.
         result: The result, or the request's own exception. For a query the row,
-            ``[vocab_size]`` float32 log-probabilities. For a draw the ids drawn, without the stop
+            ``[vocab_size]`` float32 log-probabilities. For a sample the ids drawn, without the stop
             token. For a score ``[len(continuation)]`` float32 log-probabilities. If it is ``None``
-            for a draw or a score, the core computes the draw or score from rows.
+            for a sample or a score, the core computes the sample or score from rows.
     """
 
     request: Request
@@ -350,7 +350,7 @@ class Engine(Protocol):
 
     - ``eos_token_ids``: tokens that end a text besides the tokenizer's own, such as those of the
       model's ``generation_config.json`` (:func:`genlm.kit.model_files.eos_token_ids` reads them).
-      By default, draws end at all of them.
+      By default, samples end at all of them.
     - ``lacking``: a mapping from the names of hooks that the engine lacks to the reason and the
       remedy, for messages.
     """

@@ -50,7 +50,7 @@ Violated = Callable[[PluginError], None]
 
 @define(eq=False)
 class Results:
-    """Turns the engine's results into the callers' results. Number, shapes, types and draws are
+    """Turns the engine's results into the callers' results. Number, shapes, types and samples are
     always checked. The values of rows and scores are checked for all results if ``violated`` is
     given, otherwise for the first ones.
 
@@ -79,7 +79,7 @@ class Results:
         Args:
             hook: The hook.
             requests: What it was called with, of one kind; a step may answer others.
-            given: What it returned. ``None`` in place of draws or scores declines them.
+            given: What it returned. ``None`` in place of samples or scores declines them.
         """
         if hook == "genlm_step":
             for one in given:

@@ -59,7 +59,7 @@ class VllmEngine:
         self._width = self.vocab_size  # token ids from this one on are padding
         self._hides_padding = True
 
-    # --- rows, draws and scores -------------------------------------------------------------------
+    # --- rows, samples and scores -----------------------------------------------------------------
 
     @hookimpl
     def genlm_step(
