@@ -185,7 +185,7 @@ def genlm_step(
     **Naming an argument says that the engine takes it.** An engine that names only ``queries`` gets
     only queries. Samples and scores then go to its hooks ``genlm_sample`` and
     ``genlm_sequence_logprobs``, while nothing is in flight. If it lacks these hooks, the core makes
-    draws and scores from rows.
+    samples and scores from rows.
 
     Args:
         queries: New queries. A cold query comes alone, when nothing is in flight; answer it from
@@ -403,8 +403,9 @@ def genlm_sequence_logprobs(
         width: How many ids the tokenizer has. Scores are normalised over the first ``width`` ids.
 
     Returns:
-        For each query ``[len(continuations[i])]`` float32: the log-probability of each token of
-        ``continuations[i]`` given ``queries[i]`` and the tokens before it.
+        For each query ``[len(continuations[i])]`` float32, the log-probability of each token of
+        ``continuations[i]`` given ``queries[i]`` and the tokens before it; ``None`` if the engine
+        does not score these continuations.
     """
 
 
