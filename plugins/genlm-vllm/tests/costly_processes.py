@@ -103,7 +103,9 @@ def dies_clearly(lm: AsyncLM, victim: int) -> None:
             lm.next_token_logprobs_sync(ids)
 
 
-def test_two_tensor_parallel_workers_give_right_rows(padded_path, expected, sent, told, monkeypatch):
+def test_two_tensor_parallel_workers_give_right_rows(
+    padded_path, expected, sent, told, monkeypatch
+):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     before = {child.pid for child in multiprocessing.active_children()}
     copied = copies(monkeypatch)
