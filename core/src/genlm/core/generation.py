@@ -299,7 +299,7 @@ class GenerationMixin(RowsMixin):
             lora_name: The adapter.
 
         Returns:
-            One :class:`~genlm.core.scoring.Score` for each pair.
+            The score of each pair.
 
         Examples:
             >>> import asyncio

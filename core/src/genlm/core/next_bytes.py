@@ -179,7 +179,7 @@ class BytePrefix:
         """The distribution of the next byte, given the context and the text so far.
 
         Returns:
-            ``[257]`` float64 log-probabilities: of the bytes 0 to 255, and at index 256 of no
+            ``[257]`` float64 log-probabilities of the bytes 0 to 255, and at index 256 of no
             further byte, because a special token follows, such as the end of the sequence, or a
             token without bytes.
 

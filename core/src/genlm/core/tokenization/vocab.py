@@ -30,7 +30,7 @@ def decode_vocab(
     have ``token.is_special``, and their literal text as bytes.
 
     Two losses are not errors: an added token may strip the white space next to it (``lstrip``,
-        ``rstrip``), and a model may have no token for a character.
+    ``rstrip``), and a model may have no token for a character.
 
     Both lists have one more element than the largest id. An id without a token gives ``b""``.
     The strings are for display: several tokens may have the same string.
