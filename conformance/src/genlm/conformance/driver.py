@@ -178,7 +178,7 @@ class Driver:
     def here(
         self, happens: Callable[[], Coroutine[Any, Any, None]], what: str = "a call"
     ) -> Callable[[], None]:
-        """For another thread: have something happen in this event loop, and wait for it."""
+        """A function for another thread. It runs a coroutine in this event loop, and waits."""
         loop = asyncio.get_running_loop()
         return lambda: self.wait(asyncio.run_coroutine_threadsafe(happens(), loop), what)
 

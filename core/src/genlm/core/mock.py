@@ -155,7 +155,7 @@ class MockEngine:
         return hashed_row(query.token_ids, query.adapter, self.vocab_size)
 
     def _draws(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]]:
-        """One for each query, a token of all at a time."""
+        """The drawn ids of each query. All queries get their next token at the same time."""
         drawers = [TokenDrawer(how) for how in params]
         drawn: list[list[int]] = [[] for _ in queries]
         going = [at for at, how in enumerate(params) if how.max_tokens]

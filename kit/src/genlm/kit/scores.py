@@ -35,8 +35,8 @@ def cheaper_as_requests(scores: Sequence[ScoreRequest]) -> list[ScoreRequest]:
 
 
 def _cost_less(group: Sequence[ScoreRequest]) -> bool:
-    """Whether candidates behind one context cost less than their rows: that of the context, and of
-    each that they begin with."""
+    """Whether scoring candidates behind one context costs less than the rows that they need: the
+    row of the context, and the rows of its extensions with which candidates begin."""
     known = sorted(each.continuation[:-1] for each in group)
     rows = 1 + sum(len(ids) - common_length(last, ids) for last, ids in pairwise([(), *known]))
     return ROW_COST_TOKENS * rows > sum(map(len, known)) + ROW_COST_TOKENS * len(group)

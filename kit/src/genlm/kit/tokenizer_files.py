@@ -95,7 +95,7 @@ def _file(model: str, revision: str | None, cache_dir: str | None) -> Path | Non
 
 
 def _is_meant_otherwise(tokenizer: Any) -> bool:
-    """Whether its author, or an option, asks for something else than the file."""
+    """Whether the tokenizer differs from the file on purpose, by its own code or by an option."""
     own_code = any(
         kind.__module__.startswith("transformers_modules") for kind in type(tokenizer).mro()
     )

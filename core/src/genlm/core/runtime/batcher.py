@@ -516,8 +516,9 @@ class Batcher:
                 self._sleep()
 
     def _dropped(self) -> list[Any]:
-        """Take requests without callers out of flight. Not looked for in every step if callers say
-        that they go: a step that is woken often would look at thousands of requests each time."""
+        """Take requests without callers out of flight. If callers report that they leave, not every
+        step searches for such requests: a step that is woken often would look at thousands of
+        requests each time."""
         if self._watches and not self._departed:
             return []
         self._departed = False

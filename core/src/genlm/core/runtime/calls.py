@@ -98,7 +98,7 @@ class EachCall(Call[list[T]]):
         self.each, self.keeps_errors = combine.each, combine.keeps_errors
 
     def give(self, at: int, result: Any) -> bool:
-        """The same. With ``each``, a call ends when the results have been combined."""
+        """Give a result. With ``each``, a call ends when the results have been combined."""
         return super().give(at, result) and not self.each
 
 

@@ -87,7 +87,7 @@ def require_finite(file: Path, tensors: Iterable[Tensor]) -> None:
 
     with safe_open(file, framework="pt") as opened:
         for tensor in tensors:
-            # In float32, in which engines compute.
+            # Checked in float32, because engines compute in it.
             if not opened.get_tensor(tensor.name).float().isfinite().all():
                 raise InvalidAdapterError(
                     f"{file} has NaN or infinite numbers in {tensor.name}; train the adapter "

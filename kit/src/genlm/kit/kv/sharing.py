@@ -152,7 +152,7 @@ class BatchCost(Generic[T]):
 
     def add(self, sequence: TokenSequence, known: int, value: T) -> None:
         """Add a sequence to the batch. The state of its ``known`` leading tokens is kept."""
-        # Otherwise too few tokens are computed to be shared.
+        # A sequence that computes fewer tokens has too few to share.
         if sequence.length - known >= self._new:
             self._index.add(sequence.key, (value, known))
 

@@ -179,7 +179,7 @@ class Tree:
         self._come[segment] = None
 
     def rename(self, slot: Slot, context: Context) -> None:
-        """Let a kept slot end where another context does; it must be kept again."""
+        """Make a kept slot end with another context. The caller must then keep the slot again."""
         self._unsort(slot)
         del self.kept[slot]
         if self._ends.get(slot.name) is slot:

@@ -23,7 +23,7 @@ SECONDS_TO_START, SECONDS_PER_GB = 5.0, 4.0
 
 @frozen(kw_only=True)
 class Subject:
-    """A model and what the options say of it.
+    """A model, with the changes that the options make to it.
 
     Attributes:
         model: A folder or a hub name, as the user gave it.

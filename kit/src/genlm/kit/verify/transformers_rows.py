@@ -293,7 +293,7 @@ def configuration(source: Source) -> Any:
 
 
 def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with changes; the parts of a model that also sees have settings of their own."""
+    """Settings with changes. The parts of a multimodal model have settings of their own."""
     merged = dict(settings)
     for name, value in changes.items():
         part = settings.get(name)

@@ -112,8 +112,8 @@ class Placing:
         free = next((member for member in self._ready if member.free), None)
         if free is None:
             return None
-        # Not a replica on which another program tries suspects, because it would reject these again
-        # and again.
+        # A replica on which another program tries suspects is left out, because it would reject
+        # these suspects again and again.
         alone = next((each for each in self._ready if each.free and each not in self.busy), None)
         for member in self._ready:
             if member.trial is not None and not member.trying and alone is not None:

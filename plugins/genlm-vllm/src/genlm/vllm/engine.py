@@ -124,7 +124,7 @@ class VllmEngine:
         return self._hides_padding and vllm_draws(request, self._core)
 
     def _row_of(self, query: Query) -> VllmRequest:
-        """The request of a row. A cold one neither shares state nor leaves any."""
+        """The request of a row. A cold request neither shares state nor leaves any behind."""
         is_warm, tokens = not query.cold, self._core.footprint(query.length)
         shareable = query.length - 1 if is_warm else 0
         return VllmRequest(query, query, tokens, shareable, self.live and is_warm)

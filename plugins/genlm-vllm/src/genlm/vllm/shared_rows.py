@@ -111,7 +111,7 @@ class MemoryOfReader:
 
 
 def _found(place: Place) -> torch.Tensor | None:
-    """The memory, unless its path is that of nothing or of another file here."""
+    """The memory; ``None`` if its path names no file here, or another one."""
     try:
         there = os.stat(place.path)
         if not stat.S_ISREG(there.st_mode) or there.st_size != place.size:
