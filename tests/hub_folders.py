@@ -12,7 +12,7 @@ import torch
 from attrs import evolve
 from safetensors.torch import load_file, save_file
 
-from tests.sweep import FAR, SHARED, Sweep, Tried, tried
+from tests.sweep import SHARED, THRESHOLD, Sweep, Tried, tried
 
 #: Changes to the folder of a small Llama, as other tools write it.
 Change = Callable[[Path], None]
@@ -73,11 +73,15 @@ HUB: Mapping[str, Change] = {
     ),
     "Llama 3's rope of transformers 4": configured(
         **OLDER,
-        rope_scaling={"rope_type": "llama3", "original_max_position_embeddings": FAR, **LLAMA3},
+        rope_scaling={
+            "rope_type": "llama3",
+            "original_max_position_embeddings": THRESHOLD,
+            **LLAMA3,
+        },
     ),
     "defaults are left out": configured(tie_word_embeddings=(), rms_norm_eps=(), attention_bias=()),
     "another family's settings": configured(
-        sliding_window=FAR, final_logit_softcapping=3.0, hidden_activation="gelu"
+        sliding_window=THRESHOLD, final_logit_softcapping=3.0, hidden_activation="gelu"
     ),
     "another family's scale": configured(logit_scale=0.1),
     "no architecture": configured(architectures=()),

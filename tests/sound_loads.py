@@ -25,7 +25,7 @@ from tests.sweep import FACTORS, Sweep, random_model, write_as_on_the_hub
 DTYPES = ("float32", "bfloat16", "float16")
 
 #: The length of the models' thresholds, and the longest context, in tokens.
-NEAR, LONGEST = 20, 64
+THRESHOLD, MAX_TOKENS = 20, 64
 
 #: A function that loads a folder with weights of a type, and returns an engine.
 Load = Callable[[str, str], Any]
@@ -117,7 +117,7 @@ def compared(subject: Subject, load: Load, dtype: str) -> Report:
 
     try:
         with Reference(subject, Path(subject.model)) as reference:
-            reference.begin(LONGEST)
+            reference.begin(MAX_TOKENS)
             return compare(subject, reference, row, engine.max_context, dtype)
     finally:
         getattr(engine, "genlm_close", lambda: None)()
@@ -135,7 +135,7 @@ def small_models(family: str, sweep: Sweep) -> Iterator[tuple[Any, Any]]:
         small = type(config)(**sweep.made[family])
         yield random_model(kind, small), small
         return
-    near = {one.path: NEAR for one in thresholds(config.to_dict())}
+    near = {one.path: THRESHOLD for one in thresholds(config.to_dict())}
     for factor in FACTORS:
         try:
             given = small_config(config, factor, near).to_dict()

@@ -29,14 +29,14 @@ Row = Callable[[tuple[int, ...]], torch.Tensor]
 Open = Callable[[Path], AbstractContextManager[tuple[int | None, Row]]]
 
 #: The value of every threshold, and the lengths that are tried.
-FAR = 20
-LENGTHS = (5, FAR, FAR + 1, FAR + 4, 2 * FAR + 1, 4 * FAR + 1)
+THRESHOLD = 20
+LENGTHS = (5, THRESHOLD, THRESHOLD + 1, THRESHOLD + 4, 2 * THRESHOLD + 1, 4 * THRESHOLD + 1)
 
 #: The largest difference of rows. GELU is exact in some models and approximate in others.
-CLOSE = 2e-2
+MAX_NATS = 2e-2
 
 #: The spread of biases, and of the weights of norms around their initial values.
-SPREAD = 0.2
+VECTOR_CHANGE = 0.2
 
 #: The factors by which a model is narrower than the family's default. The first that can be built
 #: is used.
@@ -69,26 +69,27 @@ LATENT = {
     "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
 }  # fmt: skip
 # With few heads, scores are often equal, and chance decides which positions are seen.
-BEST = {**LATENT, "index_n_heads": 32, "index_head_dim": 64, "index_topk": FAR}
+BEST = {**LATENT, "index_n_heads": 32, "index_head_dim": 64, "index_topk": THRESHOLD}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 MADE: dict[str, dict[str, Any]] = {
     "afmoe": {**EXPERTS, "global_attn_every_n_layers": 2, "num_dense_layers": 1,
-              "sliding_window": FAR},
+              "sliding_window": THRESHOLD},
     "apertus": SHARED,
     "axk1": LATENT,
-    "deepseek_v2": {**LATENT, "max_position_embeddings": 5 * FAR, "rope_parameters": {
-        **YARN, "original_max_position_embeddings": FAR, "mscale": 0.7, "mscale_all_dim": 0.7}},
+    "deepseek_v2": {**LATENT, "max_position_embeddings": 5 * THRESHOLD, "rope_parameters": {
+        **YARN, "original_max_position_embeddings": THRESHOLD,
+        "mscale": 0.7, "mscale_all_dim": 0.7}},
     "deepseek_v3": LATENT,
     "deepseek_v32": BEST,
     "dots1": EXPERTS,
-    "exaone_moe": {**EXPERTS, "sliding_window": FAR},
+    "exaone_moe": {**EXPERTS, "sliding_window": THRESHOLD},
     "glm4_moe": EXPERTS,
     "glm4_moe_lite": LATENT,
     "glm_moe_dsa": BEST,
     "granitemoehybrid": {
         **SHARED, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 128,
         "layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 32,
-        "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": FAR,
+        "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": THRESHOLD,
         "position_embedding_type": "rope"},
     "jamba": {
         **SMALL, "num_experts": 1, "attn_layer_offset": 1, "attn_layer_period": 2,
@@ -100,14 +101,14 @@ MADE: dict[str, dict[str, Any]] = {
         "moe_topk": 2, "zero_expert_num": 2, "head_dim": 32},
     "mamba2": {
         "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16,
-        "state_size": 16, "n_groups": 1, "chunk_size": FAR},
+        "state_size": 16, "n_groups": 1, "chunk_size": THRESHOLD},
     "minicpm3": {**LATENT, "kv_lora_rank": 48},
     "nemotron_h": {
         **EXPERTS, "layers_block_type": ["mamba", "attention", "moe", "mamba"],
         "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1,
-        "chunk_size": FAR, "first_k_dense_replace": 0},
+        "chunk_size": THRESHOLD, "first_k_dense_replace": 0},
     "phimoe": {**SHARED, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True,
-               "lm_head_bias": True, "sliding_window": FAR},
+               "lm_head_bias": True, "sliding_window": THRESHOLD},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 128},
     "qwen3_moe": EXPERTS,
     "qwen3_next": {
@@ -143,7 +144,7 @@ LEFT_ALONE = (
     "rescale_prenorm_residual",  # transformers rescales these weights when it has loaded them
 )  # fmt: skip
 
-SCALED = {"factor": 4.0, "original_max_position_embeddings": FAR}
+SCALED = {"factor": 4.0, "original_max_position_embeddings": THRESHOLD}
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "dynamic", "factor": 2.0},
@@ -179,16 +180,19 @@ def variants(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if "sliding_window" in settings:
         for kinds in (["sliding"] * 2, ["full", "sliding"], ["sliding", "full"]):
             types = [f"{kind}_attention" for kind in kinds]
-            yield {"sliding_window": FAR, "use_sliding_window": True, "layer_types": types}
+            yield {"sliding_window": THRESHOLD, "use_sliding_window": True, "layer_types": types}
     parameters = settings.get("rope_parameters") or {}
     nested = {kind: given for kind, given in parameters.items() if isinstance(given, dict)}
     if "rope_theta" in parameters:
         for rope in ROPES:
-            yield {"rope_parameters": {**parameters, **rope}, "max_position_embeddings": 5 * FAR}
+            yield {
+                "rope_parameters": {**parameters, **rope},
+                "max_position_embeddings": 5 * THRESHOLD,
+            }
     for kind, given in nested.items():
         for rope in ROPES:
             changed = {**parameters, kind: {**given, **rope}}
-            yield {"rope_parameters": changed, "max_position_embeddings": 5 * FAR}
+            yield {"rope_parameters": changed, "max_position_embeddings": 5 * THRESHOLD}
 
 
 def _others(name: str, value: Any) -> list[Any]:
@@ -201,12 +205,12 @@ def _others(name: str, value: Any) -> list[Any]:
         return [act for act in ("silu", "gelu", "relu") if act[:4] != value[:4]] * ("act" in name)
     if isinstance(value, int):
         if "window" in name or "chunk" in name:
-            return [FAR + 3]
+            return [THRESHOLD + 3]
         if WIDTH.search(name) or INNER_WIDTH.search(name) or "heads" in name:
             return []
         return [value + 1, *[value - 1] * (value > 1)]
     if value is None:
-        known = {"window": FAR, "chunk": FAR, "cap": 3.0, "clip": 0.3, "act": "relu"}
+        known = {"window": THRESHOLD, "chunk": THRESHOLD, "cap": 3.0, "clip": 0.3, "act": "relu"}
         return [other for part, other in known.items() if part in name] or [2, True]
     return []
 
@@ -228,7 +232,7 @@ def random_model(kind: Any, settings: Any) -> Any:
             if one.ndim > 1:  # makes rows far from uniform
                 one.normal_(0, max(one.shape[-1], 8) ** -0.5)
             else:  # biases would be zeros and norms ones, and an engine could ignore them unnoticed
-                one.add_(torch.randn_like(one) * SPREAD)
+                one.add_(torch.randn_like(one) * VECTOR_CHANGE)
     return model
 
 
@@ -306,7 +310,7 @@ def tried(
     except EngineError as error:
         outcome = "failed" if off else "refused"
         return Tried(family, dict(changed), outcome, str(error)[:300])
-    right = all(distance < CLOSE for distance in off.values())
+    right = all(distance < MAX_NATS for distance in off.values())
     outcome, why = ("right", "") if right else ("wrong", str(off))
     return Tried(family, dict(changed), outcome, why, shortened)
 
@@ -342,7 +346,7 @@ class Sweep:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         if not isinstance(config, kind.config_class):
             config = config.get_text_config(decoder=True)
-        far = {one.path: FAR for one in thresholds(config.to_dict())}
+        far = {one.path: THRESHOLD for one in thresholds(config.to_dict())}
         base = Tried(family, {}, "not built")
         if family in self.made:
             small = type(config)(**self.made[family])

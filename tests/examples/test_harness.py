@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 #: So short that a text needs several windows, and a prompt loses its beginning.
-LONGEST = 24
+MAX_TOKENS = 24
 
 PAIRS = [
     ("The capital of France is", " Paris"),
@@ -43,14 +43,14 @@ def ours(example):
     from genlm.core import load_model_by_name
 
     with load_model_by_name(MODEL, backend="hf") as lm:
-        yield example("harness").GenlmLM(lm, max_length=LONGEST)
+        yield example("harness").GenlmLM(lm, max_length=MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")
 def theirs():
     from lm_eval.models.huggingface import HFLM
 
-    return HFLM(MODEL, device="cpu", dtype="float32", max_length=LONGEST, batch_size=1)
+    return HFLM(MODEL, device="cpu", dtype="float32", max_length=MAX_TOKENS, batch_size=1)
 
 
 def asked(*arguments):
@@ -103,14 +103,14 @@ def begins(example, begun):
     from genlm.hf import AsyncTransformer
 
     with AsyncTransformer(*begun) as lm:
-        yield example("harness").GenlmLM(lm, max_length=LONGEST)
+        yield example("harness").GenlmLM(lm, max_length=MAX_TOKENS)
 
 
 def test_a_context_begins_as_the_tokenizer_begins_texts_and_once(begins, begun):
     from lm_eval.models.huggingface import HFLM
 
     model, tokenizer = begun
-    theirs = HFLM(model, tokenizer=tokenizer, device="cpu", max_length=LONGEST, batch_size=1)
+    theirs = HFLM(model, tokenizer=tokenizer, device="cpu", max_length=MAX_TOKENS, batch_size=1)
     pairs = [("France", " Paris"), ("<bos>France", " Paris"), ("", "Paris"), ("France ", "is")]
     found, expected = begins.loglikelihood(asked(*pairs)), theirs.loglikelihood(asked(*pairs))
     assert [logprob for logprob, _ in found] == pytest.approx([e for e, _ in expected], abs=1e-3)
@@ -128,13 +128,13 @@ def test_windows_of_a_long_text_begin_with_the_tokenizers_first_token(begins):
         return float(lm.sequence_logprobs_sync(context, rest).sum())
 
     (found,) = begins.loglikelihood_rolling(asked((text,)))
-    first, second = ids[:LONGEST], ids[LONGEST:]
-    room = LONGEST + 1 - len(second) - 1  # besides the token with which the context begins
+    first, second = ids[:MAX_TOKENS], ids[MAX_TOKENS:]
+    room = MAX_TOKENS + 1 - len(second) - 1  # besides the token with which the context begins
     expected = score([256], first) + score([256, *first[len(first) - room :]], second)
     assert found == pytest.approx(expected, abs=1e-3)
     ((found, _),) = begins.loglikelihood(asked((text, " And")))
     rest = lm.encode(" And", add_special_tokens=False)
-    assert found == pytest.approx(score([256, *ids[-(LONGEST - len(rest)) :]], rest), abs=1e-3)
+    assert found == pytest.approx(score([256, *ids[-(MAX_TOKENS - len(rest)) :]], rest), abs=1e-3)
 
 
 def test_harness_gives_the_same_results_for_two_tasks(ours, theirs, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from tools.shapes import VOCABULARY
 RAW_TOKENS = 1 << 15
 
 #: How many tokens each context has of its own behind a shared prompt.
-OWN = 4
+OWN_TOKENS = 4
 
 #: The most nats by which float32 rows may differ from the raw model's.
 ATOL = 1e-3
@@ -79,7 +79,7 @@ class Contexts:
 
     def __init__(self, count: int, length: int, *, shared: bool) -> None:
         self._source = random.Random(count * length)
-        self.prompt = self._tokens(length - OWN) if shared else []
+        self.prompt = self._tokens(length - OWN_TOKENS) if shared else []
         own = length - len(self.prompt)
         self.all = [self.prompt + self._tokens(own) for _ in range(count)]
 

@@ -80,7 +80,7 @@ FOUR_BITS_SIZES = {
     **{"num_attention_heads": 4, "num_key_value_heads": 4},
 }
 
-LONGEST = 90
+MAX_TOKENS = 90
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def program(families: Sequence[str], source: random.Random) -> Iterator[Program]
         made = OnHF(
             engine=engine,
             source=source,
-            longest=min(LONGEST, engine.max_context or LONGEST),
+            longest=min(MAX_TOKENS, engine.max_context or MAX_TOKENS),
             tokens=range(VOCABULARY_TOKENS - 4),
             most=12,
             atol=ATOL,

@@ -201,14 +201,15 @@ class Sweep:
 
 
 #: The value to which the sweep lowers every threshold of a family.
-FAR = 20
+THRESHOLD = 20
 
 
 def sweep(family: str, **options: Any) -> Sweep:
-    """Build a small model of a family, its thresholds at ``FAR`` tokens, and compare rows from kept
-    state, rows from within a longer context, and scores, with cold ones on both sides of them."""
+    """Build a small model of a family, its thresholds at ``THRESHOLD`` tokens, and compare rows
+    from kept state, rows from within a longer context, and scores, with cold ones on both sides of
+    the thresholds."""
     try:
-        model = small_family(family, FAR)
+        model = small_family(family, THRESHOLD)
     except Exception as error:
         return Sweep(
             family, "not built", " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -223,11 +224,13 @@ def sweep(family: str, **options: Any) -> Sweep:
     found = thresholds(model.config.to_dict())
     done = Sweep(family, "right", "", pair.engine.reuse.value, len(found))
     source = random.Random(family)
-    longest = min(4 * FAR + 3, pair.engine.max_context or 4 * FAR + 3)
+    longest = min(4 * THRESHOLD + 3, pair.engine.max_context or 4 * THRESHOLD + 3)
     whole, other = (tuple(source.choices(range(SMALL_TOKENS - 4), k=longest)) for _ in range(2))
     worst = 0.0
     with capture_logs() as events:
-        for around in (FAR, 2 * FAR, 4 * FAR) if found else (FAR, 4 * FAR):
+        for around in (
+            (THRESHOLD, 2 * THRESHOLD, 4 * THRESHOLD) if found else (THRESHOLD, 4 * THRESHOLD)
+        ):
             stops = range(around - 2, min(around + 3, longest))
             fresh = tuple(source.choices(range(SMALL_TOKENS - 4), k=longest))
             nested = tuple(fresh[:stop] for stop in (1, around // 2, *stops))

@@ -221,7 +221,7 @@ def test_trunks_are_merged(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 #: A token whose state is NaN.
-BAD = 200
+NAN_TOKEN = 200
 
 
 def damage(model: Any) -> None:
@@ -231,7 +231,7 @@ def damage(model: Any) -> None:
 
 @torch.no_grad()
 def damage_one(model: Any) -> None:
-    model.get_input_embeddings().weight[BAD] = float("inf")
+    model.get_input_embeddings().weight[NAN_TOKEN] = float("inf")
 
 
 def only_way(reuse: ReuseMode) -> Callable[..., Choice]:
@@ -249,11 +249,11 @@ def test_nan_state_reaches_no_other_context(llama: Any) -> None:
     """A masked column still takes part in a product: what is left in memory must be finite."""
     damage(llama)
     tokens = range(8)
-    assert all(llama.errors(*((at, BAD, *[at] * 20) for at in tokens)))
+    assert all(llama.errors(*((at, NAN_TOKEN, *[at] * 20) for at in tokens)))
     llama.check((1, 2), (3,) * 12)  # together with a longer one
     for length in range(3, 8):
         llama.check(*((50 + at,) * (length + 2 * at % 7) for at in tokens))
-    error, right = llama.errors((0, BAD, *[0] * 21), (5, 6, 7))
+    error, right = llama.errors((0, NAN_TOKEN, *[0] * 21), (5, 6, 7))
     assert error
     assert right is None
     llama.check((0,), (5, 6, 7, 8))
@@ -269,7 +269,7 @@ def test_nan_token_leaves_shorter_contexts_right(
     llama = proven(llama_config())
     damage(llama)
     whole = tuple(range(20))
-    spoilt = [(*whole[:at], BAD, *whole[at:]) for at in (12, 15, 20)]
+    spoilt = [(*whole[:at], NAN_TOKEN, *whole[at:]) for at in (12, 15, 20)]
     asked = [*spoilt, whole, whole[:12], whole[:3], (30, 31, 32), (33,) * 30]
     assert [error is None for error in llama.errors(*asked)] == [False] * 3 + [True] * 5
     llama.engine.genlm_clear_kv_cache()
@@ -294,17 +294,17 @@ def test_overflow_error_names_the_type_and_a_wider_one() -> None:
     llama = beside(build(llama_config()).half(), None)
     damage_one(llama.engine.model)
     for _ in range(8):  # also later, when the core no longer checks rows
-        (error,) = llama.errors((1, 2, BAD, 3))
+        (error,) = llama.errors((1, 2, NAN_TOKEN, 3))
         assert "NaN in torch.float16 for the context [1, 2, 200, 3] of 4 tokens" in str(error)
         assert "load it with dtype='bfloat16' or 'float32'" in str(error)
     with pytest.raises(EngineError, match=r"NaN in torch.float16 .* dtype='bfloat16'"):
-        llama.engine.genlm_cache_prefix(Query((1, 2, BAD, 3)))
+        llama.engine.genlm_cache_prefix(Query((1, 2, NAN_TOKEN, 3)))
     assert llama.engine.genlm_cache_prefix(Query((1, 2, 3)))
 
 
 def test_error_of_a_score_names_the_token_and_its_position(llama: Any) -> None:
     damage(llama)
-    for tail, token, at in (((3, 4, BAD, 5, 6), 5, 5), ((BAD, 5), 5, 3)):
+    for tail, token, at in (((3, 4, NAN_TOKEN, 5, 6), 5, 5), ((NAN_TOKEN, 5), 5, 3)):
         (error,) = llama.scores([((1, 2), tail)])
         whole = [1, 2, *tail]
         said = f"for the score of token {token} at position {at} of {whole} of {len(whole)} tokens"
@@ -332,7 +332,7 @@ def test_nan_state_is_dropped_when_a_later_forward_fails() -> None:
         failing(model.engine.model, only(1), KeyboardInterrupt()),
         pytest.raises(KeyboardInterrupt),
     ):
-        model.ask((1, 2, 3, BAD, *range(20)))
+        model.ask((1, 2, 3, NAN_TOKEN, *range(20)))
     model.check((1, 2, 3, 4), (5,) * 30, (1, 2))
 
 

@@ -16,7 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from genlm.core import Query
 from genlm.mlx import loading
-from tests.sweep import CLOSE, FAR, LEFT_OPEN, MADE, EveryFamily, Row, Sweep
+from tests.sweep import LEFT_OPEN, MADE, MAX_NATS, THRESHOLD, EveryFamily, Row, Sweep
 
 from .conftest import save_model
 
@@ -24,7 +24,7 @@ from .conftest import save_model
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
-    "original_max_position_embeddings": 5 * FAR,
+    "original_max_position_embeddings": 5 * THRESHOLD,
     "short_factor": [1.0] * 16,
     "long_factor": [1.0] * 16,
 }
@@ -42,7 +42,7 @@ def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
             [Query(context), Query((*context[:-1], 59)), Query((*half, 58, 57))]
         )
         (cold,) = engine.logprobs([Query(context, cold=True)])
-        return cold if (kept - cold).abs().max() < CLOSE else kept
+        return cold if (kept - cold).abs().max() < MAX_NATS else kept
 
     yield engine.max_context, row_of
 

@@ -28,10 +28,10 @@ from .watched import Watched
 #: The largest difference from transformers' log-probabilities. Recurrent state accumulates
 #: rounding, and the angles of thousands of positions are rounded differently; cold rows differ by
 #: as much.
-CLOSE, RECURRENT, FAR = 2e-3, 1e-2, 1e-2
+CLOSE_ATOL, RECURRENT_ATOL, FAR_ATOL = 2e-3, 1e-2, 1e-2
 
 #: The longest context.
-LONGEST = 3000
+MAX_TOKENS = 3000
 
 #: Constants of the stores, each with values that short programs reach and do not reach.
 CONSTANTS = {

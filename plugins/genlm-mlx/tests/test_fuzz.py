@@ -9,21 +9,21 @@ import pytest
 
 from tests.programs import fuzz
 
-from .fuzz import CLOSE, FAR, RECURRENT, Reference, program
+from .fuzz import CLOSE_ATOL, FAR_ATOL, RECURRENT_ATOL, Reference, program
 from .watched import Folders
 
 #: The ways of keeping state, each with the longest contexts.
 FAMILIES = {
-    "llama": (3000, FAR),
-    "gpt2": (250, CLOSE),
-    "mistral": (600, CLOSE),
-    "qwen2": (3000, FAR),
-    "phi": (600, CLOSE),
-    "gemma3": (600, CLOSE),
-    "gemma2": (600, CLOSE),
-    "mamba": (300, RECURRENT),
-    "lfm2": (600, CLOSE),
-    "falcon_h1": (300, RECURRENT),
+    "llama": (3000, FAR_ATOL),
+    "gpt2": (250, CLOSE_ATOL),
+    "mistral": (600, CLOSE_ATOL),
+    "qwen2": (3000, FAR_ATOL),
+    "phi": (600, CLOSE_ATOL),
+    "gemma3": (600, CLOSE_ATOL),
+    "gemma2": (600, CLOSE_ATOL),
+    "mamba": (300, RECURRENT_ATOL),
+    "lfm2": (600, CLOSE_ATOL),
+    "falcon_h1": (300, RECURRENT_ATOL),
 }
 
 

@@ -32,22 +32,31 @@ from .watched import Folders
 Saved = Callable[[Any], str]
 
 #: The value of every threshold, and the lengths that are tried.
-FAR = 20
-LENGTHS = (5, FAR - 1, FAR, FAR + 1, FAR + 2, 2 * FAR, 2 * FAR + 1, 4 * FAR)
+THRESHOLD = 20
+LENGTHS = (
+    5,
+    THRESHOLD - 1,
+    THRESHOLD,
+    THRESHOLD + 1,
+    THRESHOLD + 2,
+    2 * THRESHOLD,
+    2 * THRESHOLD + 1,
+    4 * THRESHOLD,
+)
 
 #: The largest difference of rows. Some models of mlx-lm compute GELU exactly where transformers
 #: approximates it, or the other way round.
-CLOSE = 5e-3
+MAX_NATS = 5e-3
 
-SHAPE = {**SIZES, **HEADS, "max_position_embeddings": 5 * FAR, "pad_token_id": 0}
+SHAPE = {**SIZES, **HEADS, "max_position_embeddings": 5 * THRESHOLD, "pad_token_id": 0}
 GEMMA = {**SHAPE, "query_pre_attn_scalar": 8, "hidden_size": 64}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16}
-WINDOW = {"sliding_window": FAR, "use_sliding_window": True}
+WINDOW = {"sliding_window": THRESHOLD, "use_sliding_window": True}
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
 
 
 def rope(kind: str, **settings: Any) -> dict[str, Any]:
-    far = {"original_max_position_embeddings": FAR, "factor": 4.0}
+    far = {"original_max_position_embeddings": THRESHOLD, "factor": 4.0}
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **far, **settings}}
 
 
@@ -80,8 +89,8 @@ RIGHT = {
         {**SHAPE, **WINDOW, **rope("default", partial_rotary_factor=0.5)},
     ),
     "qwen2, window in some layers": ("Qwen2", {**SHAPE, **WINDOW, "max_window_layers": 1}),
-    "qwen2, window that is switched off": ("Qwen2", {**SHAPE, "sliding_window": FAR}),
-    "ministral 3, window": ("Ministral3", {**SHAPE, "sliding_window": FAR}),
+    "qwen2, window that is switched off": ("Qwen2", {**SHAPE, "sliding_window": THRESHOLD}),
+    "ministral 3, window": ("Ministral3", {**SHAPE, "sliding_window": THRESHOLD}),
     "gemma2, window in some layers": ("Gemma2", {**GEMMA, **WINDOW}),
     "gemma3, fewer layers than its pattern": (
         "Gemma3Text",
@@ -172,9 +181,9 @@ def test_rows_and_scores_equal_transformers(case: str, saved: Saved, folders: Fo
             logits = reference(torch.tensor([whole[:length]]), use_cache=False).logits[0, -1]
         (row,) = engine.logprobs([Query(tuple(whole[:length]), cold=True)])
         rows[length] = logits.log_softmax(-1)
-        torch.testing.assert_close(row, rows[length], atol=CLOSE, rtol=0)
+        torch.testing.assert_close(row, rows[length], atol=MAX_NATS, rtol=0)
         (warm,) = engine.logprobs([Query(tuple(whole[:length]))])
-        torch.testing.assert_close(warm, row, atol=CLOSE, rtol=0)
+        torch.testing.assert_close(warm, row, atol=MAX_NATS, rtol=0)
     (scores,) = engine.genlm_sequence_logprobs(
         [Query(tuple(whole[: tried[0]]))],
         [tuple(whole[tried[0] : tried[-1]])],
@@ -182,7 +191,7 @@ def test_rows_and_scores_equal_transformers(case: str, saved: Saved, folders: Fo
     )
     expected = [rows[length][whole[length]] for length in tried[:-1]]
     found = [scores[length - tried[0]] for length in tried[:-1]]
-    torch.testing.assert_close(torch.stack(found), torch.stack(expected), atol=CLOSE, rtol=0)
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), atol=MAX_NATS, rtol=0)
 
 
 @pytest.mark.parametrize("said", REFUSED)
@@ -248,7 +257,7 @@ def test_reloaded_weights_are_computed_like_the_first(
     other = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     other.save_pretrained(tmp_path / "other")
     sanitize = getattr(engine.model, "sanitize", dict)
-    for dtype, near in ((mx.float32, CLOSE), (mx.bfloat16, 0.3)):
+    for dtype, near in ((mx.float32, MAX_NATS), (mx.bfloat16, 0.3)):
         found = mx.load(str(tmp_path / "other" / "model.safetensors"))
         weights = sanitize({name: each.astype(dtype) for name, each in found.items()})
         engine.model.load_weights([*weights.items()])
@@ -262,7 +271,7 @@ def test_reloaded_weights_are_computed_like_the_first(
 ON_THE_HUB = {
     "Gemma2": ({**GEMMA, **WINDOW}, {"hidden_act": "gelu_pytorch_tanh"}),
     "Exaone4": (
-        {**SHAPE, "sliding_window": FAR, "num_hidden_layers": 4},
+        {**SHAPE, "sliding_window": THRESHOLD, "num_hidden_layers": 4},
         {"sliding_window_pattern": "LLLG", "rope_scaling": None},
     ),
 }
@@ -275,12 +284,12 @@ def test_settings_that_only_the_hub_writes_are_accepted(family: str, saved: Save
     file = Path(folder, "config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | written))
     engine = load(folder, {})
-    ids = tuple(random.Random(1).choices(range(256), k=2 * FAR + 1))
+    ids = tuple(random.Random(1).choices(range(256), k=2 * THRESHOLD + 1))
     reference = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         expected = reference(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
     (row,) = engine.logprobs([Query(ids, cold=True)])
-    torch.testing.assert_close(row, expected, atol=CLOSE, rtol=0)
+    torch.testing.assert_close(row, expected, atol=MAX_NATS, rtol=0)
 
 
 def test_experts_in_bfloat16_give_the_rows_of_transformers(saved: Saved) -> None:
@@ -307,7 +316,7 @@ def test_a_rotary_embedding_that_stretches_takes_more(saved: Saved, kind: str) -
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder)
         expected = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-    torch.testing.assert_close(row, expected, atol=CLOSE, rtol=0)
+    torch.testing.assert_close(row, expected, atol=MAX_NATS, rtol=0)
 
 
 def test_unrepairable_window_limits_the_context(
@@ -316,7 +325,7 @@ def test_unrepairable_window_limits_the_context(
     monkeypatch.setattr("genlm.mlx.windows._takes_mask", lambda attention: False)
     with capture_logs() as logs:
         engine = load(saved(made(*RIGHT["qwen2, window in some layers"])), {})
-    assert engine.max_context == FAR
+    assert engine.max_context == THRESHOLD
     (warning,) = [one for one in logs if one["event"] == "context.limited"]
-    assert (warning["log_level"], warning["to"]) == ("warning", FAR)
+    assert (warning["log_level"], warning["to"]) == ("warning", THRESHOLD)
     assert "sliding_window" in warning["why"]

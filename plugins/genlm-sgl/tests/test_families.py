@@ -14,12 +14,12 @@ from transformers import AutoConfig
 from genlm.core import EngineError
 from genlm.sgl.repairs import repair
 from tests.hub_folders import HUB, loaded
-from tests.sweep import FAR, ROPES
+from tests.sweep import ROPES, THRESHOLD
 from tools.families import recorded
 
 from .families import SWEEP
 
-WINDOWED = {"sliding_window": FAR, "use_sliding_window": True}
+WINDOWED = {"sliding_window": THRESHOLD, "use_sliding_window": True}
 MIXED = ["sliding_attention", "full_attention"]
 SCALED = {
     "sliding_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
@@ -32,7 +32,7 @@ RIGHT = {
     "gemma3_text": [{"rope_parameters": SCALED}],
     "ministral3": [],
     "mistral": [WINDOWED],
-    "olmo3": [{"sliding_window": FAR, "layer_types": MIXED}],  # runs by transformers' code
+    "olmo3": [{"sliding_window": THRESHOLD, "layer_types": MIXED}],  # runs by transformers' code
     "qwen3_moe": [],  # so does another model after it
     "qwen2": [WINDOWED, *ROPES[:3]],
     "vaultgemma": [{"attn_logit_softcapping": 1.0}],  # runs by transformers' code
@@ -62,7 +62,7 @@ def test_settings_are_computed_or_rejected(family: str, tmp_path: Path) -> None:
         for change in [*right, *refused]:
             if "rope_type" in change:
                 parameters = {**settings["rope_parameters"], **change}
-                yield {"rope_parameters": parameters, "max_position_embeddings": 5 * FAR}
+                yield {"rope_parameters": parameters, "max_position_embeddings": 5 * THRESHOLD}
             else:
                 yield change
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.hub_folders import HUB, loaded
-from tests.sweep import FAR, SCALED
+from tests.sweep import SCALED, THRESHOLD
 from tools.families import recorded
 
 from .families import SWEEP
@@ -25,7 +25,7 @@ CHANGES = {
     "granitemoehybrid": [],  # with a prompt of two blocks
     "nemotron": [{"hidden_act": "silu"}, {"rope_parameters": PLAIN}],
     # The family has no types of layers.
-    "starcoder2": [{"sliding_window": FAR, "layer_types": LAYERS}],
+    "starcoder2": [{"sliding_window": THRESHOLD, "layer_types": LAYERS}],
 }
 
 

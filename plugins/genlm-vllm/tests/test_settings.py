@@ -23,30 +23,38 @@ from tests.adapter_outcomes import reference_rows
 from .driven import SMALL, text
 
 #: The lengths at which windows and scaling begin to matter, and the lengths that are tried.
-FAR = 20
-LENGTHS = (5, FAR - 1, FAR, FAR + 1, FAR + 4, 2 * FAR + 1, 4 * FAR + 1)
+THRESHOLD = 20
+LENGTHS = (
+    5,
+    THRESHOLD - 1,
+    THRESHOLD,
+    THRESHOLD + 1,
+    THRESHOLD + 4,
+    2 * THRESHOLD + 1,
+    4 * THRESHOLD + 1,
+)
 
-SHAPE = {"head_dim": 32, "max_position_embeddings": 256, "sliding_window": FAR}
+SHAPE = {"head_dim": 32, "max_position_embeddings": 256, "sliding_window": THRESHOLD}
 MIXED = {**SHAPE, "layer_types": ["sliding_attention", "full_attention"]}
 QWEN = {**MIXED, "use_sliding_window": True, "max_window_layers": 1}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0} | {
-    "original_max_position_embeddings": FAR
+    "original_max_position_embeddings": THRESHOLD
 }
 SCALED = {**YARN, "factor": 4.0, "llama_4_scaling_beta": 0.5}
-MINISTRAL = {"head_dim": 32, "max_position_embeddings": 4 * FAR, "rope_parameters": SCALED}
+MINISTRAL = {"head_dim": 32, "max_position_embeddings": 4 * THRESHOLD, "rope_parameters": SCALED}
 DYNAMIC = {
-    "max_position_embeddings": FAR,
+    "max_position_embeddings": THRESHOLD,
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
 }
 LONGROPE = {
-    "original_max_position_embeddings": FAR,
+    "original_max_position_embeddings": THRESHOLD,
     "max_position_embeddings": 256,
     "rope_parameters": {
         "rope_type": "longrope",
         "rope_theta": 1e4,
         "short_factor": [1.0 + 0.1 * i for i in range(16)],
         "long_factor": [2.0 + 0.5 * i for i in range(16)],
-        "original_max_position_embeddings": FAR,
+        "original_max_position_embeddings": THRESHOLD,
     },
 }
 
@@ -54,24 +62,24 @@ LONGROPE = {
 @pytest.mark.parametrize(
     ("family", "config", "engine_opts", "longest", "said"),
     [
-        ("Mistral", {"sliding_window": FAR}, {}, 255, ["forks_off"]),
+        ("Mistral", {"sliding_window": THRESHOLD}, {}, 255, ["forks_off"]),
         ("Gemma3Text", MIXED, {}, 255, ["forks_off"]),
         ("Cohere2", MIXED, {}, 255, ["forks_off"]),
         ("Falcon", {"max_position_embeddings": 256}, {}, 255, []),
-        ("Phi3", MIXED, {"max_model_len": FAR}, FAR - 1, []),
-        ("Qwen2", QWEN, {"max_model_len": FAR}, FAR - 1, []),
+        ("Phi3", MIXED, {"max_model_len": THRESHOLD}, THRESHOLD - 1, []),
+        ("Qwen2", QWEN, {"max_model_len": THRESHOLD}, THRESHOLD - 1, []),
         ("Llama", SHAPE, {}, 255, []),  # the family has no windows, whatever its configuration says
         (
             "Llama",
             {"head_dim": 32, "rope_parameters": YARN},
             {"max_model_len": 96},
-            2 * FAR - 1,
+            2 * THRESHOLD - 1,
             ["context_ends"],
         ),
-        ("Ministral3", MINISTRAL, {"max_model_len": None}, FAR - 1, ["context_ends"]),
-        ("Phi3", LONGROPE, {}, FAR - 1, ["context_ends"]),
+        ("Ministral3", MINISTRAL, {"max_model_len": None}, THRESHOLD - 1, ["context_ends"]),
+        ("Phi3", LONGROPE, {}, THRESHOLD - 1, ["context_ends"]),
         # vLLM would allow four times as many tokens, and read beyond the table of embeddings.
-        ("Llama", DYNAMIC, {"max_model_len": 4 * FAR}, FAR, ["context_limited"]),
+        ("Llama", DYNAMIC, {"max_model_len": 4 * THRESHOLD}, THRESHOLD, ["context_limited"]),
     ],
 )
 def test_rows_match_transformers(
@@ -111,7 +119,7 @@ def test_overrides_are_part_of_the_configuration(make_tiny):
     folder = make_tiny("Qwen2", weights=False, **QWEN)
     whole = {"use_sliding_window": False}
     assert corrections(folder, {"hf_overrides": whole}) == {}
-    with pytest.raises(EngineError, match=f"have a window of {FAR} tokens"):
+    with pytest.raises(EngineError, match=f"have a window of {THRESHOLD} tokens"):
         corrections(folder, {"max_model_len": -1})
 
 
@@ -125,7 +133,7 @@ def with_theta(config):
 
 
 def windowed(config):
-    config.update({"sliding_window": FAR, "layer_types": MIXED["layer_types"]})
+    config.update({"sliding_window": THRESHOLD, "layer_types": MIXED["layer_types"]})
     return config
 
 
@@ -172,9 +180,9 @@ def test_options_that_change_the_configuration_are_computed(
 def test_configuration_of_another_folder_is_corrected(make_tiny, tmp_path):
     """Its settings are corrected, and not those of the weights' own folder."""
     folder = make_tiny("Cohere2", weights=False, **{**MIXED, "sliding_window": 200})
-    AutoConfig.from_pretrained(folder, sliding_window=FAR).save_pretrained(tmp_path)
+    AutoConfig.from_pretrained(folder, sliding_window=THRESHOLD).save_pretrained(tmp_path)
     corrected = corrections(folder, {"hf_config_path": str(tmp_path)})
-    assert corrected == {"hf_overrides": {"sliding_window": FAR - 1}}
+    assert corrected == {"hf_overrides": {"sliding_window": THRESHOLD - 1}}
 
 
 def test_configuration_function_cannot_bypass_rejected_settings(make_tiny):
@@ -257,10 +265,14 @@ def test_a_family_that_names_no_usual_activation_is_not_rejected(monkeypatch):
 @pytest.mark.parametrize(
     ("family", "config", "said"),
     [
-        ("Qwen2", QWEN, f"have a window of {FAR} tokens"),
-        ("Phi3", MIXED, f"have a window of {FAR} tokens"),
-        ("Mixtral", MIXED | EXPERTS, f"have a window of {FAR} tokens"),
-        ("GptOss", SHAPE | EXPERTS | {"layer_types": FLIPPED}, f"have a window of {FAR} tokens"),
+        ("Qwen2", QWEN, f"have a window of {THRESHOLD} tokens"),
+        ("Phi3", MIXED, f"have a window of {THRESHOLD} tokens"),
+        ("Mixtral", MIXED | EXPERTS, f"have a window of {THRESHOLD} tokens"),
+        (
+            "GptOss",
+            SHAPE | EXPERTS | {"layer_types": FLIPPED},
+            f"have a window of {THRESHOLD} tokens",
+        ),
         ("GptOss", SHAPE | EXPERTS | {"rope_parameters": LINEAR}, "rope_parameters=.* of gpt_oss"),
         ("Cohere2", SHAPE | {"hidden_act": "relu"}, "hidden_act='relu' of cohere2"),
         ("Olmoe", {"num_experts": 4, "clip_qkv": 2.0}, "clip_qkv=2.0 of olmoe"),

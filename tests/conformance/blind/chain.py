@@ -18,7 +18,7 @@ from .registry import breaks
 from .sampler import Sampler, drawn
 
 #: A long context leaves a snapshot each time it has grown by this many tokens.
-EVERY = 32
+SNAPSHOT_TOKENS = 32
 
 
 class Chain:
@@ -62,14 +62,18 @@ class Chain:
         tokens, n = query.token_ids, query.length
         at, state = 0, self.start(query)
         if not query.cold:
-            for length in (n, n - 1, *range((n - 1) // EVERY * EVERY, 0, -EVERY)):
+            for length in (
+                n,
+                n - 1,
+                *range((n - 1) // SNAPSHOT_TOKENS * SNAPSHOT_TOKENS, 0, -SNAPSHOT_TOKENS),
+            ):
                 found = self.known(self.key(query, tokens[:length])) if length else None
                 if found is not None:
                     at, state = length, found
                     break
         for i in range(at, n):
             state = mix(state, tokens[i])
-            if (i + 1) % EVERY == 0 or i + 1 == n:
+            if (i + 1) % SNAPSHOT_TOKENS == 0 or i + 1 == n:
                 self.keep(self.key(query, tokens[: i + 1]), state)
         return state
 
@@ -158,7 +162,7 @@ class ScoreAtTheEndOfABlock(Chain):
     """The score of one token after whole blocks is that of a token earlier."""
 
     def score(self, query, ids):
-        if query.length % EVERY == 0 and len(ids) == 1:
+        if query.length % SNAPSHOT_TOKENS == 0 and len(ids) == 1:
             return self.row(Query(query.token_ids[:-1], query.adapter))[list(ids)]
         return super().score(query, ids)
 
