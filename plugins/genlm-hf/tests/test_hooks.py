@@ -6,6 +6,7 @@ import functools
 from collections import OrderedDict
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -176,6 +177,60 @@ def test_a_forward_that_is_set_on_the_model_itself_is_noticed() -> None:
     for model in (pair.engine.model, pair.reference):
         model.forward = of_other_tokens(model.forward)
     pair.check((*context, 9), (4, 5, 6))
+
+
+@attrs.define
+class Steering:
+    """An object whose ``==`` compares tensors, as that of a dataclass does."""
+
+    forward: Any
+    vector: torch.Tensor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = self.forward(*args, **kwargs)
+        hidden = given if isinstance(given, torch.Tensor) else given[0]
+        hidden += self.vector
+        return given
+
+
+def set_steering(pair: Pair, size: float, kept: dict[int, Steering], *, by_method: bool) -> None:
+    """Steer a layer of both models: by a new object, or by a method of the one of the first
+    call."""
+    for at, model in enumerate((pair.engine.model, pair.reference)):
+        layer = next(one for name, one in model.named_modules() if name.endswith((".h.0", "rs.0")))
+        width = model.get_input_embeddings().weight.shape[1]
+        usual = functools.partial(type(layer).forward, layer)
+        new = Steering(usual, size * torch.linspace(-1, 1, width))
+        one = kept.setdefault(at, new) if by_method else new
+        one.vector = new.vector
+        layer.forward = one.__call__ if by_method else one
+
+
+@pytest.mark.parametrize("by_method", [False, True])
+def test_a_forward_that_equals_the_one_before_is_another(by_method: bool) -> None:
+    pair = unproven(small_family("llama", 64))
+    (context,), kept = texts(1, 7), dict[int, Steering]()
+    pair.check(*texts(1, 60))  # later rows are compared with no cold ones
+    for at in range(3):
+        set_steering(pair, 2.0 + at, kept, by_method=by_method)
+        pair.check((*context, *range(at)))
+
+
+def test_a_forward_that_moves_to_another_module_is_noticed() -> None:
+    """Programs leave out a part of one layer after another."""
+
+    def left_out(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden)
+
+    pair = unproven(small_family("llama", 64))
+    (context,) = texts(1, 7)
+    pair.check(*texts(1, 60))  # later rows are compared with no cold ones
+    parts = [[each.mlp for each in one.model.layers] for one in (pair.engine.model, pair.reference)]
+    for at in range(len(parts[0])):
+        for some in parts:
+            vars(some[at - 1]).pop("forward", None)
+            some[at].forward = left_out
+        pair.check((*context, *range(at)))
 
 
 def of_other_tokens(forward: Any) -> Any:

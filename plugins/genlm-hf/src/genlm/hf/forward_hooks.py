@@ -4,7 +4,7 @@ of those of their classes, walked over once a step."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 from torch.nn.modules import module as of_torch
 
 #: The tables of a module's hooks. They are read anew for each look, because a program may give a
-#: module another table.
-TABLES = itemgetter("_forward_hooks", "_forward_pre_hooks")
+#: module another table. One getter for both would take twice as long.
+HOOKS, PRE_HOOKS = map(itemgetter, ("_forward_hooks", "_forward_pre_hooks"))
 
 
 class ForwardHooks:
@@ -28,14 +28,15 @@ class ForwardHooks:
             the model or for all modules, as of the last :meth:`look`. Hooks on the model itself are
             left out: they get token ids, and logits of the wanted positions only.
         forwards: The functions that were set as the ``forward`` of modules then, also of the model
-            itself; a module that has its class's is left out.
+            itself, each with the identity of its module.
         are_foreign: Whether the user had set any hook then, also on the model itself.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._own = [*map(vars, modules)]
+        self._model, *self._parts = self._own
         self.inside: list[int] = []
-        self.forwards: list[Any] = []
+        self.forwards: list[tuple[int, Any]] = []
         self.are_foreign = False
 
     def look(self, is_ours: Callable[[Any], bool]) -> None:
@@ -46,18 +47,26 @@ class ForwardHooks:
                 and a cycle would keep a closed model alive.
         """
         self.inside = _foreign(self._inside(), is_ours)
-        self.are_foreign = bool(self.inside or _foreign(TABLES(self._own[0]), is_ours))
-        self.forwards = [*filter(None, map(dict.get, self._own, repeat("forward")))]
+        on_model = HOOKS(self._model), PRE_HOOKS(self._model)
+        self.are_foreign = bool(self.inside or _foreign(on_model, is_ours))
+        self.forwards = [(id(own), own["forward"]) for own in self._own if "forward" in own]
 
     def functions(self) -> list[tuple[int, Any]]:
         """The functions of all hooks inside the model or for all modules, the plugin's own
         included, each with the index of its table; and the forwards as of the last look."""
         hooks = [(at, hook) for at, table in enumerate(self._inside()) for hook in table.values()]
-        return [*hooks, *((-1, forward) for forward in self.forwards)]
+        return [*hooks, *self.forwards]
 
     def _inside(self) -> Iterable[dict[int, Any]]:
         everywhere = (of_torch._global_forward_hooks, of_torch._global_forward_pre_hooks)
-        return chain(everywhere, chain.from_iterable(map(TABLES, self._own[1:])))
+        return chain(everywhere, map(HOOKS, self._parts), map(PRE_HOOKS, self._parts))
+
+
+def identities(functions: Iterable[tuple[int, Any]]) -> tuple[tuple[int, int], ...]:
+    """What is equal only for the same functions at the same places, as long as they exist. Their
+    ``==`` is not asked: for objects with a ``__call__`` it may fail, and methods of one object are
+    equal although the object has changed since the first was set."""
+    return tuple((at, id(function)) for at, function in functions)
 
 
 def _foreign(tables: Iterable[dict[int, Any]], is_ours: Callable[[Any], bool]) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from genlm.hf.forward_hooks import ForwardHooks, identities
 from genlm.hf.pool import SlotPool
 from genlm.hf.probe import disagreement, plain_rows
 from genlm.hf.reuse import Choice
@@ -48,7 +49,7 @@ class ForeignHooks:
 
     def __init__(self, runner: Runner, choice: Choice) -> None:
         self._runner, self._choice = runner, choice
-        self._seen = runner.hooks.inside, runner.hooks.forwards
+        self._seen = _seen(runner.hooks)
         self._rows = choice.expected
         self._known: OrderedDict[Any, tuple[Any, torch.Tensor, str | None]] = OrderedDict()
         self._remember(runner.hooks.functions(), choice.expected, None)
@@ -58,11 +59,11 @@ class ForeignHooks:
         the same."""
         hooks = self._runner.hooks
         hooks.look(self._runner.is_ours)
-        seen = hooks.inside, hooks.forwards
+        seen = _seen(hooks)
         if seen == self._seen or not self._choice.contexts:
             return None
         functions = hooks.functions()
-        known = self._known.get(_key(functions))
+        known = self._known.get(identities(functions))
         if known is None:
             known = functions, *self._tried()
         _, rows, why = known
@@ -73,8 +74,8 @@ class ForeignHooks:
     def _remember(self, functions: Any, rows: torch.Tensor, why: str | None) -> None:
         """Remember the effect of a set of hooks. The functions are kept too: as long as they exist,
         no other function can have the same identity."""
-        self._known[_key(functions)] = functions, rows, why
-        self._known.move_to_end(_key(functions))
+        self._known[identities(functions)] = functions, rows, why
+        self._known.move_to_end(identities(functions))
         while len(self._known) > MAX_KNOWN_SETS:
             self._known.popitem(last=False)
 
@@ -96,5 +97,7 @@ class ForeignHooks:
         return rows, why
 
 
-def _key(functions: list[tuple[int, Any]]) -> tuple[tuple[int, int], ...]:
-    return tuple((at, id(function)) for at, function in functions)
+def _seen(hooks: ForwardHooks) -> Any:
+    """The hooks and forwards of the last look. Other modules, which may have come with an adapter
+    since, make no difference."""
+    return hooks.inside, identities(hooks.forwards)
