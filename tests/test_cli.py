@@ -420,7 +420,7 @@ def test_a_shell_completes_subcommands_and_options(shell: str, asked: str, tmp_p
         assert said.stdout.split()[:1] == [expected]
 
 
-def test_a_subcommand_of_the_core_is_never_taken_from_another_distribution(
+def test_no_distribution_replaces_a_subcommand_of_the_core(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An older genlm-kit brings ``doctor``."""

@@ -178,7 +178,7 @@ def test_only_the_cache_is_used_offline(the_hub, monkeypatch):
         ),
     ],
 )
-def test_a_hub_that_cannot_be_reached_and_a_cache_that_cannot_be_written(the_hub, error, message):
+def test_unreachable_hub_and_unwritable_cache_are_named(the_hub, error, message):
     the_hub(error)
     with pytest.raises(ModelNotFoundError, match=message) as raised:
         require_model("no-such/model")

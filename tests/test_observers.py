@@ -118,9 +118,7 @@ def test_an_observer_that_writes_into_rows_is_named_where_results_are_checked(en
         (PanicException(), "PanicException"),
     ],
 )
-def test_an_observer_that_raises_is_named_in_the_log_once_and_fails_nothing(
-    engine, hook, raised, said
-):
+def test_observer_that_raises_is_logged_once_and_fails_no_request(engine, hook, raised, said):
     def broken(self):
         raise raised
 

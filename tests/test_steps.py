@@ -134,7 +134,7 @@ async def test_no_further_request_of_a_call_that_has_failed_is_admitted():
         assert torch.equal(await row, row_of(5))
 
 
-async def test_an_answer_for_a_request_that_is_dropped_in_the_same_step_is_ignored():
+async def test_answer_for_a_request_dropped_in_the_same_step_is_ignored():
     class Finishes(Elsewhere):
         @hookimpl
         def genlm_step(self, queries, samples, dropped):

@@ -33,7 +33,7 @@ def test_a_context_follows_the_longest_prefix_that_is_known() -> None:
     assert choose(affinity, {home: 3, other: 0}, query(*prompt[:64], 5, 5, 5)) == home
 
 
-def test_a_context_that_grew_goes_to_its_parent_and_others_find_its_prefixes() -> None:
+def test_grown_context_goes_to_the_replica_of_its_parent() -> None:
     affinity: Affinity[str] = Affinity()
     grown = Context((1, 2, 3), 300)
     home = choose(affinity, FREE, Query(grown))

@@ -110,7 +110,7 @@ def test_a_request_that_kills_replicas_fails_alone(lm: AsyncLM) -> None:
     assert Replica.__subclasses__() == kinds
 
 
-def test_a_request_that_fails_in_the_engine_fails_alone_and_kills_nothing(lm: AsyncLM) -> None:
+def test_request_that_fails_in_the_engine_fails_alone(lm: AsyncLM) -> None:
     """Nor does an answer that cannot be unpickled."""
     before = replicas(lm)
     asked = contexts(18)

@@ -184,7 +184,7 @@ def test_a_named_fleet_outlives_its_programs_until_it_is_ended(fleet: Fleet, clu
     assert cluster.is_initialized()
 
 
-def test_a_fleet_whose_model_does_not_load_says_why_and_leaves_nothing_behind(
+def test_fleet_whose_model_does_not_load_names_the_reason_and_ends(
     fleet: Fleet, cluster: Any
 ) -> None:
     with pytest.raises(InvalidOptionError, match="backend 'mock' has no option maximum"):

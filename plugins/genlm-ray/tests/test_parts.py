@@ -361,7 +361,7 @@ def test_requests_end_only_with_their_own_session() -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_replica_that_does_not_answer_is_ended_by_the_program_that_made_it(
+def test_silent_replica_is_ended_by_the_program_that_made_it(
     monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
     """A joined replica may be busy with other programs' requests."""

@@ -148,7 +148,7 @@ def test_a_draw_that_fails_leaves_nothing_in_flight(hooks, contexts, monkeypatch
     assert [len(ids) for ids in draw(hooks, asked, max_tokens=5)] == [5] * 4
 
 
-def test_seeds_both_cuts_heat_and_stops_without_the_end_are_left_to_the_core(hooks, contexts):
+def test_samples_that_sglang_would_draw_otherwise_are_left_to_the_core(hooks, contexts):
     asked = contexts(2, 3, 20)
     assert draw(hooks, asked, max_tokens=2, seed=1) == [None] * 2
     assert draw(hooks, asked, max_tokens=2, top_k=5, top_p=0.5) == [None] * 2

@@ -45,7 +45,7 @@ def test_sample_advances_while_new_requests_keep_coming(hooks, contexts, length)
 
 
 @pytest.mark.parametrize("begun", [1, 2, 3])
-def test_a_prompt_that_is_dropped_half_computed_is_given_up_beside_a_draw(hooks, contexts, begun):
+def test_half_computed_prompt_is_given_up_if_it_is_dropped_beside_a_sample(hooks, contexts, begun):
     """Whoever's turn the next step is."""
     hooks.genlm_clear_kv_cache()
     (drawn,), (long,) = contexts(1, 10, 10, seed=1), contexts(1, 400, 400, seed=2)
