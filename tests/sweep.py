@@ -19,6 +19,7 @@ from attrs import frozen
 
 from genlm.core.errors import EngineError
 from genlm.kit.scaled_copy import INNER_WIDTH, MAX_WEIGHTS, WIDTH, small_config, thresholds
+from genlm.kit.verify.transformers_rows import sound_attention
 from tools.families import Outcome, note, recorded
 from tools.tiny import write_tokenizer
 
@@ -286,7 +287,7 @@ def tried(
         if family in MADE:  # the loaders of these families require it
             write_as_on_the_hub(settings, folder)
         reference = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", dtype=torch.float32
+            folder, attn_implementation=sound_attention(settings), dtype=torch.float32
         ).eval()
         whole = tuple(random.Random(1).choices(range(60), k=LENGTHS[-1]))
         with torch.no_grad():

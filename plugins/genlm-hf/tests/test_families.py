@@ -8,7 +8,7 @@ import pytest
 import transformers as configs
 from structlog.testing import capture_logs
 
-from genlm.core import Query
+from genlm.core import EngineError, Query
 from genlm.hf import strategies
 from genlm.hf.engine import HFEngine
 from genlm.hf.reuse import ReuseMode
@@ -118,6 +118,13 @@ def test_capped_attention_matches_the_explicit_formula(kind: str) -> None:
         pair.check(context[:length])
     pair.engine.genlm_close()
     assert model.config._attn_implementation == before
+
+
+def test_eager_attention_of_falcon_is_rejected_with_alibi() -> None:
+    """transformers adds the biases twice there."""
+    model = build(configs.FalconConfig(**SHAPE, alibi=True, attn_implementation="eager"))
+    with pytest.raises(EngineError, match=r"alibi=True\) twice; .*attn_implementation='sdpa'"):
+        HFEngine(model, None)
 
 
 def test_the_attention_of_each_part_is_restored() -> None:

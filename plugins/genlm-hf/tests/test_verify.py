@@ -14,7 +14,13 @@ import structlog
 import torch
 from attrs import evolve, frozen
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, MistralConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    FalconConfig,
+    GemmaConfig,
+    MistralConfig,
+)
 
 from genlm.core import EngineError, Query, load_model_by_name
 from genlm.core.cli import main
@@ -128,6 +134,15 @@ def test_a_sound_model_in_half_precision_passes(windowed):
     load_model_by_name(str(windowed), "hf", dtype="bfloat16", verify=reports.append).close()
     assert reports[0].dtype == "bfloat16"
     assert all(1e-4 < one.apart <= one.allowed for one in reports[0].compared)
+
+
+def test_a_falcon_with_alibi_passes(tmp_path):
+    """transformers' eager attention, with which others are compared, adds ALiBi twice."""
+    sizes = {name: SIZES[name] for name in SIZES if "key_value" not in name and "head_" not in name}
+    folder = write(tmp_path / "falcon", FalconConfig(**sizes, alibi=True, multi_query=False))
+    reports: list[Report] = []
+    load_model_by_name(str(folder), "hf", verify=reports.append).close()
+    assert all(one.apart < 1e-4 for one in reports[0].compared)
 
 
 def test_ignored_biases_are_rejected_by_the_name_of_their_setting(biased):

@@ -33,5 +33,3 @@ class TestVllm(EveryFamily):
     )
     sweep = SWEEP
     tried = 40
-    # Transformers rounds the slopes of ALiBi to bfloat16, and vLLM does not.
-    excused = (("falcon", "alibi"),)

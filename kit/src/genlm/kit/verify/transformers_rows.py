@@ -327,7 +327,7 @@ def _loaded(key: bytes) -> Any:
 
     config = configuration(source)
     options: dict[str, Any] = {
-        "attn_implementation": "eager",  # transformers' other implementations ignore some settings
+        "attn_implementation": sound_attention(config),
         "dtype": getattr(torch, source.dtype),
         "output_loading_info": True,
     }
@@ -352,6 +352,13 @@ def _loaded(key: bytes) -> Any:
 
         model = PeftModel.from_pretrained(model, source.adapter)
     return model.eval()
+
+
+def sound_attention(config: Any) -> str:
+    """transformers' implementation of attention that computes what a configuration says: eager
+    attention, since others ignore some settings. Falcon's adds the biases of ALiBi twice."""
+    biased_twice = config.model_type == "falcon" and config.alibi
+    return "sdpa" if biased_twice else "eager"
 
 
 def offloads_whole_models() -> bool:

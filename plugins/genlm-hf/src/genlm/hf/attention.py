@@ -8,6 +8,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from genlm.core.errors import EngineError
 from genlm.hf.layout import PackedLayout, Tier
 from genlm.hf.partial import Partial, attend, partial_attention
 from genlm.hf.patterns import Pattern
@@ -33,6 +34,17 @@ def use_attention_with_caps(model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
+
+
+def require_alibi_once(config: Any) -> None:
+    """Raises: EngineError: the attention is transformers' eager attention of Falcon, which adds the
+    biases of ALiBi twice."""
+    falcon = getattr(config, "model_type", None) == "falcon"
+    if falcon and config.alibi and config._attn_implementation == "eager":
+        raise EngineError(
+            "transformers' eager attention of Falcon adds the biases of ALiBi (alibi=True) twice; "
+            "load the model with attn_implementation='sdpa', which is the default"
+        )
 
 
 def attention_of(config: Any) -> dict[str, str]:

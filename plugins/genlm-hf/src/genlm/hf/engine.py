@@ -19,6 +19,7 @@ from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import (
     attention_of,
     register_slot_attention,
+    require_alibi_once,
     use_attention_with_caps,
 )
 from genlm.hf.budget import budget
@@ -156,7 +157,8 @@ class HFEngine:
         """Reject an unsuitable model before anything in it is changed.
 
         Raises:
-            EngineError: the model is not a causal language model, or is served already.
+            EngineError: the model is not a causal language model, or is served already, or its
+                attention computes something else than its configuration says.
         """
         kind = type(model).__name__
         if not (hasattr(model, "config") and hasattr(model, "device")):
@@ -169,6 +171,7 @@ class HFEngine:
                 "because they were offloaded to disk; load it with a device_map that keeps the "
                 "embeddings in memory"
             )
+        require_alibi_once(model.config)
         if getattr(model.config, "is_encoder_decoder", False):
             raise EngineError(
                 f"{kind} is an encoder-decoder model, whose rows need an input to the encoder; "
