@@ -87,6 +87,18 @@ def test_multimodal_model_serves_text(family: str, tmp_path: Path) -> None:
             torch.testing.assert_close(row[: len(right)], right, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("rope", [None, {"type": "dynamic", "factor": 2.0}])
+def test_unknown_family_is_named(tiny: str, tmp_path: Path, rope: Any) -> None:
+    """transformers itself fails on some settings of a family that it does not have."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "strange", "rope_scaling": rope, "auto_map": {"AutoConfig": "own.Own"}}
+    del config["max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError, match=r"family 'strange', .*'trust_remote_code': True}"):
+        load_model_by_name(str(folder), "hf")
+
+
 #: Two kinds of templates: those of multimodal models, which need a list of parts and silently drop
 #: strings; and others, which write whatever they are given.
 IN_PARTS = (

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    PretrainedConfig,
 )
 from transformers.utils import cached_file
 
@@ -46,6 +49,9 @@ SOURCE_ARGUMENTS = (
 #: The files that weights of transformers are in.
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
+#: The argument with which a folder's own code is run.
+TRUST = "trust_remote_code"
+
 #: The modes of ``torch.compile`` that capture CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -66,7 +72,8 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
             files.
         ModelNotFoundError: the folder has no tokenizer or no weights, or the checkpoint lacks some
             of them.
-        EngineError: the model is not a causal language model.
+        EngineError: the model is not a causal language model, or of a family that transformers does
+            not have.
         OSError: transformers' own error: there is no such model.
     """
     arguments = dict(options.hf_opts)
@@ -96,6 +103,9 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
         raise
     except OSError:
         _require_weight_files(name, source)
+        raise
+    except ValueError:
+        _require_known_family(name, source)
         raise
     _require_weights(name, model, found)
     if file is not None:
@@ -150,6 +160,7 @@ def _load_tokenizer(name: str, source: Mapping[str, Any]) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(name, **source)
     except Exception:
         require_tokenizer(Path(name, source.get("subfolder", "")), "hf_opts={'tokenizer': ...}")
+        _require_known_family(name, source)
         raise
     if not {"gguf_file", "subfolder"} & {key for key, value in source.items() if value}:
         follow_file(tokenizer, name, source.get("revision"), source.get("cache_dir"))
@@ -169,6 +180,27 @@ def _require_weight_files(name: str, source: Mapping[str, Any]) -> None:
         what = f"lacks {lacking[0]}" if lacking else f"holds no weights ({', '.join(WEIGHTS)})"
         raise ModelNotFoundError(
             f"the folder {str(folder)!r} {what}; copy or download the whole model"
+        )
+
+
+def _require_known_family(name: str, source: Mapping[str, Any]) -> None:
+    """Explain why transformers fails on a model: it does not have the family, and the code of the
+    folder's own is not trusted.
+
+    Raises:
+        EngineError: that is the reason.
+    """
+    where = {key: value for key, value in source.items() if key not in (TRUST, "gguf_file")}
+    try:
+        settings, _ = PretrainedConfig.get_config_dict(name, **where)
+    except OSError:  # there is no such folder, or it has no configuration
+        return
+    family = settings.get("model_type")
+    if "auto_map" in settings and family not in CONFIG_MAPPING and not source.get(TRUST):
+        raise EngineError(
+            f"{name!r} is of the family {family!r}, which transformers {transformers.__version__} "
+            "does not have; code of the folder's own is run with "
+            "hf_opts={'trust_remote_code': True}, if you trust it"
         )
 
 
