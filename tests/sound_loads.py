@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from genlm.core.errors import EngineError
 from genlm.kit.scaled_copy import small_config, thresholds
@@ -18,7 +19,7 @@ from genlm.kit.verify.comparison import compare
 from genlm.kit.verify.reference import Reference, Unanswered
 from genlm.kit.verify.report import Report
 from genlm.kit.verify.rows import row_of
-from genlm.kit.verify.subject import Subject
+from genlm.kit.verify.subject import Subject, size_of
 from tests.sweep import FACTORS, Sweep, random_model, write_as_on_the_hub
 
 #: The types of weights.
@@ -65,8 +66,19 @@ class EverySoundLoad:
         with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
             print("", *lines, sep="\n")
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def reference(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedReference]:
+        with shared_reference(tmp_path_factory.mktemp("none")) as reference:
+            yield reference
+
     def test_a_family(
-        self, family: str, dtype: str, table: dict[tuple[str, str], str], tmp_path: Path
+        self,
+        family: str,
+        dtype: str,
+        table: dict[tuple[str, str], str],
+        reference: SharedReference,
+        tmp_path: Path,
     ) -> None:
         table[family, dtype] = "not built"
         for at, (model, config) in enumerate(small_models(family, self.sweep)):
@@ -79,7 +91,7 @@ class EverySoundLoad:
                 # A closed engine of mlx leaves its thread unusable.
                 with ThreadPoolExecutor(1) as engine_thread:
                     report = engine_thread.submit(
-                        compared, subject, type(self).__dict__["load"], dtype
+                        compared, subject, type(self).__dict__["load"], dtype, reference
                     ).result()
             except EngineError as error:
                 table[family, dtype] = f"refused: {' '.join(str(error).split()):.300}"
@@ -101,11 +113,26 @@ class EverySoundLoad:
         assert len(served) >= self.tried
 
 
-def compared(subject: Subject, load: Load, dtype: str) -> Report:
+class SharedReference(Reference):
+    """transformers' rows of one model after another, by one process: to start it takes longer than
+    a small model's rows."""
+
+    def turn_to(self, folder: Path) -> None:
+        """Compute the rows of another model from now on."""
+        self._source = evolve(self._source, folder=str(folder), size=size_of(folder))
+
+
+def shared_reference(folder: Path) -> SharedReference:
+    """The process, in which no model is loaded yet."""
+    return SharedReference(Subject(model=str(folder), engine="engine", backend="none"), folder)
+
+
+def compared(subject: Subject, load: Load, dtype: str, reference: SharedReference) -> Report:
     """The verification report on a model.
 
     Raises:
         EngineError: the engine rejects the model, or has no kernels for it.
+        Unanswered: transformers cannot compute its rows.
     """
     engine = load(subject.model, dtype)
 
@@ -116,9 +143,9 @@ def compared(subject: Subject, load: Load, dtype: str) -> Report:
             raise EngineError(f"{type(error).__name__}: {error}") from error
 
     try:
-        with Reference(subject, Path(subject.model)) as reference:
-            reference.begin(MAX_TOKENS)
-            return compare(subject, reference, row, engine.max_context, dtype)
+        reference.turn_to(Path(subject.model))
+        reference.begin(MAX_TOKENS)
+        return compare(subject, reference, row, engine.max_context, dtype)
     finally:
         getattr(engine, "genlm_close", lambda: None)()
 
