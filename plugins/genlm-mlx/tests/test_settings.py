@@ -133,6 +133,13 @@ RIGHT = {
     ),
     "phi3, longrope": ("Phi3", {**SHAPE, **longrope(8)}),
     "llama, longrope": ("Llama", {**SHAPE, **longrope(8, attention_factor=1.3)}),
+    "phimoe, longrope with factors of its own": (
+        "Phimoe",
+        {
+            **{**SHAPE, **EXPERTS, "attention_bias": True, "lm_head_bias": True},
+            **longrope(8, short_mscale=1.5, long_mscale=1.5),
+        },
+    ),
 }
 
 #: The message of the error, and the configuration.

@@ -238,9 +238,15 @@ def rotaries(settings: Any) -> dict[str | None, Rotary]:
             found[kind] = Rotary(
                 kind=given.get("rope_type", "default"),
                 inverse=inverse.float(),
-                factor=float(getattr(module, f"{prefix}attention_scaling", 1.0)),
+                factor=_factor(settings, given, getattr(module, f"{prefix}attention_scaling", 1.0)),
             )
     return found
+
+
+def _factor(settings: Any, given: Mapping[str, Any], scaling: float) -> float:
+    """The factor of rotated features. Phi-3.5-MoE has one of its own for short contexts."""
+    own = given.get("short_mscale") if is_read(settings.model_type, "short_mscale") else None
+    return float(scaling if own is None else own)
 
 
 def _rotary_module(settings: Any) -> Any:
