@@ -156,7 +156,7 @@ def neox(**settings: Any) -> dict[str, Any]:
         "layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "rotary_emb_base": 10000,
         "rotary_pct": 0.25, "tie_word_embeddings": False, "use_parallel_residual": True,
         "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": True, **SIZES,
-        **settings,
+        "intermediate_size": 512, **settings,
     }  # fmt: skip
 
 
@@ -355,7 +355,7 @@ CONFIGS: Mapping[str, Config] = {
         "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
         "boi_token_index": 91, "eoi_token_index": 92, "image_token_index": 93,
         "eos_token_id": [1, 3], "mm_tokens_per_image": 4, "torch_dtype": "bfloat16",
-        "transformers_version": "4.50.0.dev0",
+        "transformers_version": "4.50.0.dev0", "vocab_size": 96,
         "text_config": {
             "hidden_size": 128, "intermediate_size": 192, "model_type": "gemma3_text",
             "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2,
@@ -541,7 +541,7 @@ CONFIGS: Mapping[str, Config] = {
         **glm("Glm4", num_nextn_predict_layers=1), "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe", "first_k_dense_replace": 1, **EXPERTS, "n_group": 1,
         "n_routed_experts": 4, "n_shared_experts": 1, "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0, "topk_group": 1, "use_qk_norm": False},
+        "rope_scaling": None, "routed_scaling_factor": 1.0, "topk_group": 1, "use_qk_norm": False},
     "EXAONE 4 32B": {
         "architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "head_dim": 32,
         "attention_dropout": 0.0, "hidden_act": "silu", "max_position_embeddings": 256,
@@ -550,8 +550,12 @@ CONFIGS: Mapping[str, Config] = {
         "sliding_window": NEAR, "sliding_window_pattern": "LG", "tie_word_embeddings": False,
         **V4, **FEW},
     "EXAONE 3.5": {
-        **llama(), "architectures": ["ExaoneForCausalLM"], "model_type": "exaone",
-        **own_code("exaone", "Exaone"), "activation_function": "silu"},
+        "architectures": ["ExaoneForCausalLM"], "model_type": "exaone",
+        **own_code("exaone", "Exaone"), "activation_function": "silu", "attention_dropout": 0.0,
+        "embed_dropout": 0.0, "head_dim": 32, "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 256, "num_layers": 2, "pad_token_id": 0,
+        "rope_scaling": LLAMA3_ROPE, "rope_theta": 1000000, "tie_word_embeddings": False, **V4,
+        **{name: each for name, each in FEW.items() if name != "num_hidden_layers"}},
     "Minitron 4B": {
         "architectures": ["NemotronForCausalLM"], "model_type": "nemotron",
         "attention_bias": False, "attention_dropout": 0.0, "head_dim": 32, "hidden_act": "relu2",
@@ -590,7 +594,8 @@ CONFIGS: Mapping[str, Config] = {
         "time_step_rank": 8, "time_step_scale": 1.0},
     "Mamba Codestral": {
         **MAMBA, "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "chunk_size": 256,
-        "head_dim": 32, "n_groups": 2, "norm_before_gate": True, "num_heads": 8, "rms_norm": True,
+        "head_dim": 32, "intermediate_size": 256, "n_groups": 2, "norm_before_gate": True,
+        "num_heads": 8, "rms_norm": True,
         "time_step_limit": [0.0, float("inf")], "time_step_rank": 8, "tie_word_embeddings": False},
     "Falcon Mamba 7B": {
         **MAMBA, "architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba",
@@ -668,7 +673,7 @@ CONFIGS: Mapping[str, Config] = {
         "vocab_size": 96, "transformers_version": "4.36.0.dev0"},
     "Mistral Small 3.1": {
         "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
-        "image_token_index": 90, "multimodal_projector_bias": False,
+        "image_token_index": 90, "multimodal_projector_bias": False, "tie_word_embeddings": False,
         "projector_hidden_act": "gelu", "spatial_merge_size": 2, "text_config": {
             "attention_dropout": 0.0, "head_dim": 32, "hidden_act": "silu",
             "max_position_embeddings": 2048, "model_type": "mistral", "rms_norm_eps": 1e-5,

@@ -110,12 +110,8 @@ STORED: Mapping[str, Sequence[Change]] = {
 
 #: The models whose weights are stored in place of those of a model that transformers cannot make:
 #: it does not have the family, or the name of the rotary embedding.
-STAND_INS: Mapping[str, str] = {
-    "DeepSeek MoE 16B": "Llama 3 8B",
-    "EXAONE 3.5": "Llama 3 8B",
-    "Falcon 7B of 2023": "Falcon 7B",
-    "Phi 3 mini 128k": "Phi 3.5 mini",
-}
+OF_NO_FAMILY = "Llama 3 8B"
+OF_NO_ROPE = {"Phi 3 mini 128k": "Phi 3.5 mini"}
 
 
 def write(name: str, folder: Path, dtype: str) -> None:
@@ -124,14 +120,19 @@ def write(name: str, folder: Path, dtype: str) -> None:
         CONFIG_MAPPING,
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        GenerationConfig,
     )
 
     published = {key: value for key, value in CONFIGS[name].items() if value != ()}
-    built = {k: v for k, v in CONFIGS[STAND_INS.get(name, name)].items() if v != ()}
+    like = OF_NO_ROPE.get(name, name)
+    if published["model_type"] not in CONFIG_MAPPING:
+        like = OF_NO_FAMILY
+    built = {key: value for key, value in CONFIGS[like].items() if value != ()}
     config = CONFIG_MAPPING[built["model_type"]].from_dict(json.loads(json.dumps(built)))
     known = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
     kind = next(mapping[type(config)] for mapping in known if type(config) in mapping)
     model = random_model(kind, config).to(getattr(torch, dtype))
+    model.generation_config = GenerationConfig()  # transformers would not save some models' own
     model.save_pretrained(folder)
     write_tokenizer(folder)
     published["torch_dtype"] = dtype

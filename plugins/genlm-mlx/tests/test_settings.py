@@ -117,6 +117,17 @@ RIGHT = {
     "llama, yarn not truncated": ("Llama", {**SHAPE, **rope("yarn", truncate=False)}),
     "llama, dynamic": ("Llama", {**SHAPE, **rope("dynamic")}),
     "cohere, yarn": ("Cohere", {**SHAPE, **rope("yarn"), "logit_scale": 1.0}),
+    "recurrent_gemma, windows in the layers that attend": (
+        "RecurrentGemma",
+        {
+            **{
+                **SHAPE,
+                "attention_window_size": THRESHOLD,
+                "block_types": ["recurrent", "attention"],
+            },
+            **{"lru_width": 32, "logits_soft_cap": 3.0, "num_key_value_heads": 1},
+        },
+    ),
     "glm, linear in some features": (
         "Glm",
         {**SHAPE, **rope("linear", partial_rotary_factor=0.5)},

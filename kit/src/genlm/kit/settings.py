@@ -207,7 +207,8 @@ def windows(settings: Any, layers: int) -> list[int | None]:
     ``None`` is all."""
     window = getattr(settings, "sliding_window", None)
     # A family whose configuration declares neither windows nor types of layers has none.
-    declared = signature(type(settings)).parameters
+    kind = type(settings)
+    declared = signature(kind).parameters.keys() | getattr(kind, "attribute_map", {}).keys()
     known = "sliding_window" in declared or is_read(settings.model_type, "sliding_window")
     if not (window and known and getattr(settings, "use_sliding_window", True)):
         return [None] * layers
