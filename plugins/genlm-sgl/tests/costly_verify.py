@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
 from genlm.sgl.loading import load
 from tests.sound_loads import EverySoundLoad
 
@@ -22,3 +24,13 @@ class TestSoundLoads(EverySoundLoad):
     load = loaded
     dtypes = ("float32", "bfloat16")
     tried = 25
+
+
+class TestSoundLoadsByTransformersCode(EverySoundLoad):
+    """The families that SGLang does not have, and runs with transformers' code."""
+
+    families = sorted({kind.model_type for kind in MODEL_FOR_CAUSAL_LM_MAPPING} - served())
+    sweep = SWEEP
+    load = loaded
+    dtypes = ("float32", "bfloat16")
+    tried = 0

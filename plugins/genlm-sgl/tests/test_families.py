@@ -12,8 +12,10 @@ import torch
 from transformers import AutoConfig
 
 from genlm.core import EngineError
+from genlm.sgl.loading import load
 from genlm.sgl.repairs import repair
 from tests.hub_folders import HUB, loaded
+from tests.published_models import write
 from tests.sweep import ROPES, THRESHOLD
 from tools.families import recorded
 
@@ -103,6 +105,14 @@ def test_latent_attention_is_rejected_by_name(tmp_path: Path) -> None:
     assert found.outcome == "refused"
     silent = r"\(glm4_moe_lite\) here: NotImplementedError: raised in .*mla_kv_pool_cls; .*load it"
     assert re.search(rf"no latent attention for glm4_moe_lite|{silent}", found.why)
+
+
+def test_layers_with_a_state_are_rejected_where_transformers_code_runs(tmp_path: Path) -> None:
+    """SGLang would keep no state, and its attention would not be used."""
+    write("RecurrentGemma 2B", tmp_path, "float32")
+    said = r"has layers with a state, and SGLang's recurrent_gemma keeps no state of them"
+    with pytest.raises(EngineError, match=said):
+        load(str(tmp_path), {"engine_opts": {"max_total_tokens": 512}})
 
 
 #: Families that SGLang cannot load from their folders, each with the reason.

@@ -57,6 +57,7 @@ def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
+    _require_kept_states(model, settings)
     held = [one for module in model.modules() for one in (module, *_in_dicts(module))]
     attentions = [*dict.fromkeys(one for one in held if isinstance(one, RadixAttention))]
     _require_activation(model, settings)
@@ -86,6 +87,13 @@ def _error(settings: Any, setting: str, what: str) -> EngineError:
         f"the checkpoint has {setting}, and SGLang's {settings.model_type} {what}; load it with "
         "backend='hf'"
     )
+
+
+def _require_kept_states(model: Any, settings: Any) -> None:
+    """Reject recurrent layers in a family that SGLang runs with transformers' code. SGLang keeps
+    nothing but the keys and values of its own attention, and such a family may not use that."""
+    if any(getattr(module, "_is_stateful", False) for module in model.modules()):
+        raise _error(settings, "layers with a state", "keeps no state of them")
 
 
 def _require_activation(model: Any, settings: Any) -> None:
