@@ -122,7 +122,8 @@ def phi(**settings: Any) -> dict[str, Any]:
         "architectures": ["PhiForCausalLM"], "model_type": "phi", "embd_pdrop": 0.0,
         "hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "max_position_embeddings": 2048,
         "partial_rotary_factor": 0.5, "qk_layernorm": False, "rope_scaling": None,
-        "rope_theta": 10000.0, "tie_word_embeddings": False, **V4, **ALL, **settings,
+        "rope_theta": 10000.0, "tie_word_embeddings": False, **V4, **ALL,
+        "intermediate_size": 512, **settings,
     }  # fmt: skip
 
 

@@ -43,8 +43,6 @@ REJECTED: dict[str, str] = {
     "Hunyuan 0.5B": "shape '[-1, 4, 32]' is invalid",
     "Mamba Codestral": "unsupported operand type(s) for %",
     "Minitron 4B": "'NoneType' object is not subscriptable",
-    "Phi 1.5": "exceeds dimension size (192)",  # it reads n_inner, which the folder does not have
-    "Phi 2": "exceeds dimension size (192)",
     "RecurrentGemma 2B": "recurrent_gemma keeps no state of them",
     "StableLM 2 12B": "k_layernorm.norms.0.weight",
     "a Llama with biases": "mlp.down_proj.bias (6 weights in all), which transformers reads",
