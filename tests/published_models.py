@@ -153,7 +153,8 @@ class EveryPublishedModel:
     Attributes:
         load: How the engine loads one.
         dtypes: The types of weights that it knows; the first is tried with all folders.
-        rejected: Parts of the messages of those that it rejects, by the models' names.
+        rejected: Parts of the messages of those that it rejects, or that transformers cannot
+            compute, by the models' names.
     """
 
     load: Load
@@ -201,11 +202,9 @@ class EveryPublishedModel:
             # A closed engine of mlx leaves its thread unusable.
             with ThreadPoolExecutor(1) as engine_thread:
                 report = engine_thread.submit(compared, subject, load, dtype, reference).result()
-        except Unanswered as error:
-            table[name, dtype] = f"no reference: {error}"
-            raise
         except Exception as error:  # transformers' own errors come as they are
-            table[name, dtype] = f"rejected: {' '.join(describe_error(error).split()):.300}"
+            outcome = "no reference" if isinstance(error, Unanswered) else "rejected"
+            table[name, dtype] = f"{outcome}: {' '.join(describe_error(error).split()):.300}"
             if self.rejected.get(name, "\0") not in str(error):
                 raise
             return

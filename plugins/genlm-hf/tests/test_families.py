@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 import transformers as configs
 from structlog.testing import capture_logs
+from transformers.models.mamba2 import modeling_mamba2
 
 from genlm.core import EngineError, Query
 from genlm.hf import strategies
@@ -124,6 +126,20 @@ def test_eager_attention_of_falcon_is_rejected_with_alibi() -> None:
     """transformers adds the biases twice there."""
     model = build(configs.FalconConfig(**SHAPE, alibi=True, attn_implementation="eager"))
     with pytest.raises(EngineError, match=r"alibi=True\) twice; .*attn_implementation='sdpa'"):
+        HFEngine(model, None)
+
+
+def test_groups_of_mamba_2_are_rejected_where_transformers_has_none(monkeypatch) -> None:
+    """Transformers 5.19 normalises the features of all groups together."""
+
+    class Ungrouped(torch.nn.Module):
+        def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+            super().__init__()
+
+    sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}
+    model = build(configs.Mamba2Config(vocab_size=TOKENS, num_hidden_layers=1, **sizes))
+    monkeypatch.setattr(modeling_mamba2, "MambaRMSNormGated", Ungrouped)
+    with pytest.raises(EngineError, match=r"n_groups=2 of Mamba2.* differently .*; upgrade"):
         HFEngine(model, None)
 
 

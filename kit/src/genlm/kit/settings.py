@@ -161,6 +161,19 @@ def is_read(family: str, setting: str) -> bool:
     return not code or any(map(named.search, code))
 
 
+def misread(settings: Any) -> str | None:
+    """The setting that the installed transformers computes differently from later versions, and
+    from the code with which the model was trained; ``None`` if there is none."""
+    groups = getattr(settings, "n_groups", None) or 1
+    if settings.model_type == "mamba2" and groups > 1:
+        from transformers.models.mamba2 import modeling_mamba2
+
+        # Transformers 5.19 normalises the features of all groups together.
+        if "group_size" not in signature(modeling_mamba2.MambaRMSNormGated).parameters:
+            return f"n_groups={groups}"
+    return None
+
+
 def alike(value: object, other: object) -> bool:
     """Whether two values of a setting mean the same: an activation has several names."""
     if isinstance(value, str) and isinstance(other, str):

@@ -24,6 +24,7 @@ from attrs import evolve, frozen
 
 from genlm.core.checks import describe_error
 from genlm.kit.scaled_copy import FACTORS, small_model, thresholds
+from genlm.kit.settings import misread
 from genlm.kit.verify import contexts, guilty
 from genlm.kit.verify.contexts import Chosen, Group
 
@@ -286,10 +287,17 @@ def configuration(source: Source) -> Any:
         )
     if settings.get("quantization_config") or settings.get("quantization"):
         raise CannotCompute("its weights are quantised, and engines round them in their own ways")
-    if not source.changes:
-        return AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
-    merged = _merged(settings, source.changes)
-    return CONFIG_MAPPING[merged["model_type"]].from_dict(merged)
+    if source.changes:
+        merged = _merged(settings, source.changes)
+        config = CONFIG_MAPPING[merged["model_type"]].from_dict(merged)
+    else:
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+    if (setting := misread(config)) is not None:
+        raise CannotCompute(
+            f"transformers {version('transformers')} computes {setting} of {family} differently "
+            "from later versions"
+        )
+    return config
 
 
 def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Any
 
 import torch
+import transformers
 
 from genlm.core import hookimpl
 from genlm.core.checks import describe_error
@@ -49,6 +50,7 @@ from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.memory import is_out_of_memory, lower
 from genlm.kit.model_files import ids_of
 from genlm.kit.nan_rows import NanErrors, is_looked_for
+from genlm.kit.settings import misread
 
 log = get_logger()
 
@@ -172,6 +174,11 @@ class HFEngine:
                 "embeddings in memory"
             )
         require_alibi_once(model.config)
+        if hasattr(model.config, "model_type") and (setting := misread(model.config)) is not None:
+            raise EngineError(
+                f"transformers {transformers.__version__} computes {setting} of {kind} differently "
+                "from later versions, and from the model's own code; upgrade transformers"
+            )
         if getattr(model.config, "is_encoder_decoder", False):
             raise EngineError(
                 f"{kind} is an encoder-decoder model, whose rows need an input to the encoder; "

@@ -1,0 +1,64 @@
+"""Folders of published models in vLLM. These tests are collected only if the file is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.published_models import EveryPublishedModel
+
+from .families import loaded
+
+#: Families that vLLM does not have, or no longer.
+LACKING = {
+    "Bamba 9B": "does not dispatch through the Transformers attention interface",
+    "CodeGen 350M": "are not supported",
+    "DeepSeek MoE 16B": "contains custom code",
+    "EXAONE 3.5": "contains custom code",  # transformers 5.19 does not have it either
+    "ERNIE 4.5 0.3B": "are not supported",
+    "Falcon 7B of 2023": "was supported in vLLM until v0.28.0",
+    "GPT-Neo 125M": "are not supported",
+    "MPT 7B": "was supported in vLLM until v0.28.0",
+    "MPT 7B StoryWriter": "was supported in vLLM until v0.28.0",
+    "RecurrentGemma 2B": "does not dispatch through the Transformers attention interface",
+    "StableLM 2 12B": "no module or parameter named 'model.layers.0.self_attn.k_layernorm'",
+    "XGLM 564M": "are not supported",
+}
+
+#: Families that vLLM serves on a GPU only, or that are wrong on a CPU.
+ON_A_GPU = {
+    "DeepSeek V2": "computes latent attention differently on a CPU",
+    "DeepSeek V2 Lite": "computes latent attention differently on a CPU",
+    "DeepSeek V3 in bfloat16": "computes latent attention differently on a CPU",
+    "Falcon Mamba 7B": "has no attribute 'selective_scan_fwd'",
+    "Jamba v0.1": "has no attribute 'selective_scan_fwd'",
+    "Mamba 130M": "has no attribute 'selective_scan_fwd'",
+    "Qwen 3 Next": "CPU GDN attention requires BF16",
+}
+
+#: Scaled models whose longest context is shorter than the option of these tests.
+SHORT = (
+    "Hunyuan 0.5B", "Llama 2 with dynamic NTK", "Qwen 2.5 with YaRN", "Qwen 3 with YaRN",
+)  # fmt: skip
+
+#: Models with images: these folders have no image processor.
+ALSO_SEE = ("Gemma 3 4B", "LLaVA 1.5", "Mistral Small 3.1", "Qwen 2 VL 2B")
+
+#: Parts of the messages of models that are rejected, or without rows to compare.
+REJECTED: dict[str, str] = {
+    **LACKING,
+    **ON_A_GPU,
+    **dict.fromkeys(SHORT, "max_model_len (96) is greater than the derived max_model_len"),
+    **dict.fromkeys(ALSO_SEE, "failed to be inspected"),
+    "Mamba Codestral": "computes n_groups=2 of mamba2 differently from later versions",
+    "Phi 3 mini 128k": "'original_max_position_embeddings'",
+    "Qwen 2 with windows": "have a window of 20 tokens, and vLLM's windows differ",
+    "a Falcon with another width": "ffn_hidden_size=256 of falcon: vLLM takes 4 * hidden_size",
+}
+
+
+class TestPublishedModels(EveryPublishedModel):
+    """With transformers 5.19 and vLLM 0.32."""
+
+    load: Any = loaded
+    dtypes = ("float32", "bfloat16")
+    rejected = REJECTED
