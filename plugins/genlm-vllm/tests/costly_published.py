@@ -50,6 +50,7 @@ REJECTED: dict[str, str] = {
     **dict.fromkeys(SHORT, "max_model_len (96) is greater than the derived max_model_len"),
     **dict.fromkeys(ALSO_SEE, "failed to be inspected"),
     "Mamba Codestral": "computes n_groups=2 of mamba2 differently from later versions",
+    "Phi 3.5 MoE": "lm_head_bias=True of phimoe: vLLM takes False",
     "Phi 3 mini 128k": "'original_max_position_embeddings'",
     "Qwen 2 with windows": "have a window of 20 tokens, and vLLM's windows differ",
     "a Falcon with another width": "ffn_hidden_size=256 of falcon: vLLM takes 4 * hidden_size",

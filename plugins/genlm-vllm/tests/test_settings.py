@@ -277,6 +277,7 @@ def test_a_family_that_names_no_usual_activation_is_not_rejected(monkeypatch):
         ("Cohere2", SHAPE | {"hidden_act": "relu"}, "hidden_act='relu' of cohere2"),
         ("Olmoe", {"num_experts": 4, "clip_qkv": 2.0}, "clip_qkv=2.0 of olmoe"),
         ("Falcon", {"activation": "relu"}, "activation='relu' of falcon"),
+        ("Phimoe", {"lm_head_bias": True}, "lm_head_bias=True of phimoe"),
         ("Gemma", SHAPE | {"hidden_act": "silu"}, "hidden_act='silu' of gemma"),
         ("Mixtral", EXPERTS | {"hidden_act": "relu"}, "hidden_act='relu' of mixtral"),
         ("Falcon", {"ffn_hidden_size": 256}, "ffn_hidden_size=256 of falcon"),

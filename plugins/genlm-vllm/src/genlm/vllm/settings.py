@@ -57,6 +57,7 @@ ASSUMED_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "gpt2": {"scale_attn_weights": True},
     "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
     "olmoe": {"norm_topk_prob": False, "clip_qkv": None},
+    "phimoe": {"lm_head_bias": False},  # vLLM loads the bias, and does not add it
     "stablelm": {"hidden_act": "silu"},
 }
 
