@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from genlm.core.checks import safe_repr
+from genlm.core.checks import describe_error, safe_repr
 from genlm.core.errors import EngineError, InvalidOptionError, ModelNotFoundError
 from genlm.core.hints import nearest
 from genlm.core.logs import get_logger
@@ -101,8 +101,8 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     except TypeError as error:
         _refuse_argument(error, options.hf_opts)
         raise
-    except OSError:
-        _require_weight_files(name, source)
+    except OSError as error:
+        _require_weight_files(name, source, error)
         raise
     except ValueError:
         _require_known_family(name, source)
@@ -167,9 +167,10 @@ def _load_tokenizer(name: str, source: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def _require_weight_files(name: str, source: Mapping[str, Any]) -> None:
+def _require_weight_files(name: str, source: Mapping[str, Any], error: OSError) -> None:
     """Raises: ModelNotFoundError: the model's folder, or that in the hub's cache, lacks all of its
-    weights or some of their files."""
+    weights or some of their files. For the hub's cache, transformers' ``error`` says why they were
+    not downloaded: the disk may be full."""
     found = local_folder(name, source.get("revision"), source.get("cache_dir"))
     if found is None:
         return
@@ -178,8 +179,9 @@ def _require_weight_files(name: str, source: Mapping[str, Any]) -> None:
     lacking = [file.name for file in named if not file.is_file()]
     if lacking or not any(next(folder.glob(file), None) for file in WEIGHTS):
         what = f"lacks {lacking[0]}" if lacking else f"holds no weights ({', '.join(WEIGHTS)})"
+        why = "" if Path(name).is_dir() else f" ({describe_error(error):.300})"
         raise ModelNotFoundError(
-            f"the folder {str(folder)!r} {what}; copy or download the whole model"
+            f"the folder {str(folder)!r} {what}; copy or download the whole model{why}"
         )
 
 
