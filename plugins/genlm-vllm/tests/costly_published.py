@@ -29,6 +29,8 @@ ON_A_GPU = {
     "DeepSeek V2": "computes latent attention differently on a CPU",
     "DeepSeek V2 Lite": "computes latent attention differently on a CPU",
     "DeepSeek V3 in bfloat16": "computes latent attention differently on a CPU",
+    "LFM2 350M": "does not turn each head by its position on a CPU",
+    "LFM2 8B A1B": "does not turn each head by its position on a CPU",
     "Falcon Mamba 7B": "has no attribute 'selective_scan_fwd'",
     "Jamba v0.1": "has no attribute 'selective_scan_fwd'",
     "Mamba 130M": "has no attribute 'selective_scan_fwd'",

@@ -286,6 +286,7 @@ def test_a_family_that_names_no_usual_activation_is_not_rejected(monkeypatch):
         ("HrmText", {"head_dim": 32}, "lets its tokens attend to later ones"),
         ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2}, "e_score_correction_bias"),
         ("DeepseekV3", {}, "kv_lora_rank"),
+        ("Lfm2", {}, "num_attention_heads of lfm2: .* on a CPU"),
     ],
 )
 def test_settings_that_vllm_misreads_are_rejected(family, config, said, make_tiny):

@@ -68,7 +68,9 @@ READ_EVERYWHERE: Mapping[str, object] = {"llama_4_scaling": None, "logit_scale":
 #: only.
 ALWAYS = {"hrm_text": ("a prompt", "lets its tokens attend to later ones")}
 LATENT = ("kv_lora_rank", "computes latent attention differently on a CPU")
+HEADS = ("num_attention_heads", "does not turn each head by its position on a CPU")
 ON_A_CPU = {
+    **dict.fromkeys(("lfm2", "lfm2_moe"), HEADS),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT),
     "ernie4_5_moe": ("e_score_correction_bias", "leaves it out of the routing on a CPU"),
 }
