@@ -151,7 +151,7 @@ class OneProcessForAll(Worker):
             super().stop()
 
 
-@breaks("wake_in_the_middle_of_a_step")
+@breaks("wake_in_the_middle_of_a_step", hangs=True)
 class WakeTakesALock(Worker):
     """A wake waits for the lock that a step holds while it waits."""
 
