@@ -34,3 +34,18 @@ def test_blind_fault_fails_its_clause(name: str) -> None:
     needed = {mutant.breaks, LOOKS_BACK.get(mutant.breaks)}
     report = run(suite, only=lambda clause: clause in needed)
     assert report.verdicts[-1].status == "failed", report.verdicts[-1].detail
+
+
+@pytest.mark.parametrize(
+    ("name", "clause", "said"),
+    [
+        ("EqualDrawsAreOne", "first_and_last_token_stop", "as if one draw answered all requests"),
+        ("LastTokenNeverStops", "several_stop_tokens", "temperature=1.5, stop_token_ids=["),
+        ("ReadsAdaptersAgain", "adapter_that_fails_to_load", "there-is-no-such-adapter"),
+    ],
+)
+def test_failure_names_the_guilty(name: str, clause: str, said: str) -> None:
+    suite = OfABlindEngine(BLIND[name].engine, effort=0.1)
+    (verdict,) = run(suite, only=lambda other: other == clause).verdicts
+    assert verdict.status == "failed"
+    assert said in verdict.detail

@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from genlm.conformance import ConformanceSuite, Violation
+from genlm.conformance.agreement import MovedDraw
 from genlm.conformance.driver import Driver
 from genlm.conformance.properties import for_all
 from genlm.conformance.report import counterexample, run
@@ -106,6 +107,11 @@ def test_flaky_failure_shows_the_violation() -> None:
     said = counterexample(failed.value)
     assert said.startswith("Violation: ")
     assert "The same example does not fail every time." in said
+    assert "Traceback" not in said
+
+
+def test_every_kind_of_violation_is_called_a_violation() -> None:
+    assert counterexample(MovedDraw("it draws [1]")) == "Violation: it draws [1]"
 
 
 def test_exception_group_is_told_line_by_line() -> None:
@@ -176,7 +182,7 @@ def test_failed_removal_of_an_adapter_fails_one_clause() -> None:
     (verdict,) = run(OfTheMock(RaisesOnce, 0.1), only=lambda name: name in wanted).failed
     assert verdict.clause == "removed_adapter"
     assert verdict.violation
-    assert re.match(r"Violation: a valid request raised \w+: .*no such slot", verdict.detail)
+    assert re.match(r"Violation: a valid call raised \w+: .*no such slot", verdict.detail)
     assert "before it: remove_lora(" in verdict.detail
 
 

@@ -109,8 +109,8 @@ class AdapterClauses:
             done: list[str] = []
 
             def expect(row: torch.Tensor) -> None:
-                after = ", ".join(done) or "nothing"
-                what = f"{brief(context)}{with_adapter(first)}, after {after}"
+                how = f"after {', '.join(done)}" if done else "asked for the first time"
+                what = f"the context {brief(context)}{with_adapter(first)}, {how}"
                 live.expect.same(live.ask(context, first), row, what)
                 done.append("the row was asked for")
 

@@ -100,6 +100,6 @@ def _as_violation(error: Exception, before: str) -> Exception:
     """
     if isinstance(error, Violation) or not (isinstance(error, GenlmError) or origin(error)):
         return error
-    found = raised(error, "a valid request", before)
+    found = raised(error, "a valid call", before)
     found.__notes__ = getattr(error, "__notes__", [])
     return found

@@ -68,7 +68,12 @@ def explained(test: Callable[[], None]) -> None:
     try:
         test()
     except BaseException as error:
-        notes = [compact(note) for note in getattr(error, "__notes__", ())]
+        # If the example did not fail again, Hypothesis notes the whole traceback of the first time.
+        notes = [
+            compact(note)
+            for note in getattr(error, "__notes__", ())
+            if not note.startswith("Failed to reproduce exception")
+        ]
         found = error
         if isinstance(error, Flaky):
             found = violation_in(error) or error

@@ -261,4 +261,7 @@ def counterexample(error: BaseException) -> str:
         lines += [f"{counterexample(cause)}\n" for cause in error.exceptions]
     elif (origin_of := origin(error)) and origin_of not in lines[0]:
         lines[0] = f"{lines[0].rstrip()}{origin_of}\n"
-    return "".join(lines).removeprefix(f"{type(error).__module__}.").strip()
+    said = "".join(lines).removeprefix(f"{type(error).__module__}.").strip()
+    if isinstance(error, Violation):  # The names of its kinds say nothing to an author.
+        said = f"{Violation.__name__}{said.removeprefix(type(error).__name__)}"
+    return said

@@ -124,7 +124,8 @@ class RowClauses:
                 f"the reference row of {what} has the shape {tuple(row.shape)}, not "
                 f"({width},): without ids that the tokenizer lacks, normalised over the others",
             )
-            live.expect.same(live.cold(context, name), row, f"{what}, cold, and the reference")
+            how = "compared with the reference row"
+            live.expect.same(live.cold(context, name), row, f"the cold row of {what}, {how}")
 
     @advise("the hook returns another shape, dtype or count than hookspecs.py says")
     def test_engine_keeps_its_contract(self, live: Subject) -> None:

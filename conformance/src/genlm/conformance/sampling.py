@@ -207,13 +207,20 @@ class SamplingClauses:
             return
         free = live.run(live.lm.batch_sample(prompts * 2, length, [], temperature=1000.0))
         never = f"token {stops[0]} stopped none of {STOP_TRIES * count} draws of {length} tokens"
-        comes = any(stops[0] in ids for ids in free)
+        never += " at temperature 1000"
+        check(
+            not any(stops[0] in ids for ids in free),
+            f"{never}, and comes up in draws without stop tokens",
+        )
+        equal = len(set(map(tuple, free))) == 1
         raise Violation(
-            f"{never} at temperature 1000, and comes up in draws without stop tokens"
-            if comes
-            else f"{never} at temperature 1000, nor does it come up in {len(free)} draws "
-            "without stop tokens: draws are not from the whole row; they may have the "
-            "top_k, top_p or temperature of other requests"
+            f"{never}, nor does it come up in {len(free)} draws without stop tokens: "
+            + (
+                f"these are all equal, {brief(free[0])}, as if one draw answered all requests"
+                if equal
+                else "draws are not from the whole row; they may have the top_k, top_p or "
+                "temperature of other requests"
+            )
         )
 
     @advise("a block of random numbers is reused", "successive_tokens_are_independent")

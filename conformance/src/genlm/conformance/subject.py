@@ -194,19 +194,14 @@ class Subject(Driver):
     ) -> list[int]:
         """The tokens of one sample."""
         drawn = self.lm.sample(prompt, most, stops, **options)
-        until = f", until one of {len(stops)} stop tokens" if stops else ""
-        return self._answer(
-            drawn,
-            lambda: f"a draw of {most} tokens after {brief(prompt)}{with_options(options)}{until}",
-        )
+        how = with_options({**options, "stop_token_ids": brief(stops) if stops else None})
+        return self._answer(drawn, lambda: f"a draw of {most} tokens after {brief(prompt)}{how}")
 
     def samples(self, prompts: Several, most: int, **options: Any) -> list[list[int]]:
         """The tokens of samples in one batch, without stop tokens."""
         drawn = self.lm.batch_sample(prompts, most, [], **options)
-        return self._answer(
-            drawn,
-            lambda: f"{len(prompts)} draws of {most} tokens in a batch{with_options(options)}",
-        )
+        what = f"a batch of {len(prompts)} draws of {most} tokens{with_options(options)}"
+        return self._answer(drawn, lambda: what)
 
     def score(
         self, prompt: Sequence[int], tokens: Sequence[int], adapter: str | None = None
