@@ -117,7 +117,10 @@ class FolderReadOnce(Keeping, HFEngine, downloads=tempfile.mkdtemp, by_path=dict
 
 @breaks("adapter_of_another_model", "https://github.com/huggingface/peft/pull/2090")
 class WrongAdapterPassedOver(HFEngine):
-    """Instead of an adapter that does not fit the last one is taken."""
+    """Instead of an adapter that does not fit the first one is taken."""
+
+    #: The contents of the first adapter; the folders of later ones may be gone.
+    first = None
 
     @hookimpl
     def genlm_add_lora(self, adapter, contents):
@@ -126,8 +129,8 @@ class WrongAdapterPassedOver(HFEngine):
         except Exception:
             if adapter.name != "wider":
                 raise
-            return super().genlm_add_lora(adapter, self.last)
-        self.last = contents
+            return super().genlm_add_lora(adapter, self.first)
+        self.first = self.first or contents
         return added
 
 
