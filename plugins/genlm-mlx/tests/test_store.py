@@ -18,7 +18,7 @@ from genlm.kit.kv import Blank, Command
 from genlm.mlx import AsyncMlxLM
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.blocks import Blocks
-from genlm.mlx.engine import MAX_TOKENS_SCORED_TOGETHER, ROWS
+from genlm.mlx.engine import MAX_ROWS, MAX_TOKENS_SCORED_TOGETHER
 from genlm.mlx.loading import load
 from genlm.mlx.probe import store_of
 from genlm.mlx.runner import Runner
@@ -364,7 +364,7 @@ def test_candidates_cost_the_tokens_of_their_prefix_tree(
     engine.logprobs([Query(context)])
     # One continuation is too long to be scored together with others.
     asked = [(*common[: 30 - at], at, 7, 8) for at in range(6)] + [common[:29], common]
-    for rows in (ROWS, 16):  # the most rows in memory at once
+    for rows in (MAX_ROWS, 16):  # the most rows in memory at once
         monkeypatch.setattr("genlm.mlx.engine.MAX_ROWS", rows)
         engine.genlm_clear_kv_cache()
         watched.forwards.clear()
