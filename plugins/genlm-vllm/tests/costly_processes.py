@@ -18,7 +18,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from genlm.core import AsyncLM, EngineDeadError, Query
+from genlm.core import AsyncLM, EngineDeadError, EngineError, Query
 from genlm.vllm import AsyncVirtualLM
 from genlm.vllm.internals import EngineCore
 from tests.adapter_outcomes import reference_rows
@@ -159,6 +159,15 @@ def test_rows_are_sent_where_no_memory_can_be_shared(padded_path, expected, sent
     with AsyncVirtualLM.from_name(padded_path, engine_opts=SMALL) as lm:
         check(lm, expected)
     assert {*map(type, sent)} == {bytes}
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_weights_that_another_process_leaves_out_are_named(make_tiny, monkeypatch, method):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", method)
+    folder = make_tiny("Cohere", head_dim=32, tie_word_embeddings=False)
+    with pytest.raises(EngineError, match=r"has lm_head\.weight \(1 .*of cohere; .*backend='hf'"):
+        AsyncVirtualLM.from_name(folder, engine_opts=SMALL)
 
 
 def shared_memory() -> list[str]:

@@ -78,6 +78,7 @@ def test_v2_finds_rows_by_slot():
 def test_one_of_several_identical_workers_sends_the_rows():
     def reply(rank):
         worker = RowAccess()
+        worker.genlm_end_watch()  # it loads no model
         worker.rank, worker.parallel_config = rank, SimpleNamespace(tensor_parallel_size=2)
         ROWS_OF_WORKERS.put([1], torch.ones(1, 3))
         return worker.genlm_take_rows([1], None)

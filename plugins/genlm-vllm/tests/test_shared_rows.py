@@ -29,6 +29,7 @@ def reader():
 def sent(monkeypatch):
     """Rows of a worker, and what it has sent."""
     worker, replies = RowAccess(), []
+    worker.genlm_end_watch()  # it loads no model
     worker.rank, worker.parallel_config = 0, SimpleNamespace(tensor_parallel_size=1)
 
     def call_workers(method, *args):

@@ -3,20 +3,20 @@ here, because they are not compared for large folders either."""
 
 from __future__ import annotations
 
+import runpy
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
+from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader import base_loader, runai_streamer_loader
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
-from genlm.core import EngineError, Query, UnsupportedError
-from genlm.kit.loads import KEPT_BYTES, watch_load
-from genlm.vllm.weights import explain_repacked_weights
+from genlm.core import EngineError, Query
+from genlm.kit.loads import KEPT_BYTES
 from tests.adapter_outcomes import reference_rows
 
 from .driven import text
@@ -147,13 +147,10 @@ def test_a_quantised_layer_whose_bias_is_in_no_file_is_rejected(
         load_briefly(str(folder), dtype="bfloat16")
 
 
-def test_a_model_whose_load_is_still_watched_explains_repacked_weights() -> None:
-    class Repacked(torch.nn.Module):
-        def load_weights(self, weights: Any) -> None:
-            raise AttributeError("weight_loader")
-
-    model = Repacked()
-    watch_load(model, lambda *load: None)
-    explain_repacked_weights(model)
-    with pytest.raises(UnsupportedError, match=r"packed the weights .*weight_loader"):
-        model.load_weights([])
+def test_importing_the_module_of_workers_leaves_the_loads_of_a_process_alone() -> None:
+    """vLLM imports it in the user's process too, where it would watch every later load."""
+    loaders = model_loader.utils, model_loader.base_loader, model_loader.DefaultModelLoader
+    names = ("initialize_model", "initialize_model", "_prepare_weights")
+    before = [getattr(one, name) for one, name in zip(loaders, names, strict=True)]
+    runpy.run_module("genlm.vllm.worker")
+    assert [getattr(one, name) for one, name in zip(loaders, names, strict=True)] == before

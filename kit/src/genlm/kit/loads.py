@@ -7,7 +7,9 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any
 
@@ -19,12 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from genlm.core.errors import EngineError
-from genlm.kit.checkpoints import Shapes
+from genlm.kit.checkpoints import Shapes, read_by_transformers
 from genlm.kit.settings import in_transformers
 
 #: Unread tensors of up to this many bytes are kept until the end of a load: their values are
 #: looked at, and no other tensor takes their place in memory.
 KEPT_BYTES = 1 << 20
+
+#: The values of an engine's ``load_format`` for folders that transformers can read too.
+FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 
 #: Ends of the names of parameters that checkpoints need not have: of quantised weights and caches.
 OPTIONAL = ("scale", "scale_inv", "zero_point")
@@ -99,6 +104,41 @@ def _replace(package: str, name: str, old: Any, new: Any) -> None:
     for path, module in list(sys.modules.items()):
         if path.startswith(package) and getattr(module, "__dict__", {}).get(name) is old:
             setattr(module, name, new)
+
+
+@contextmanager
+def files_of_transformers(*loaders: Any) -> Iterator[list[Path]]:
+    """Inside the block, an engine's loaders read those files of a folder that transformers reads.
+
+    Args:
+        loaders: Classes with a method ``_prepare_weights``. It returns a list of files, or a folder
+            and its files, perhaps followed by whether they are of safetensors, and more.
+
+    Yields:
+        A list, to which the folders are added.
+    """
+    folders: list[Path] = []
+    with ExitStack() as ending:
+        for loader in loaders:
+            ending.callback(setattr, loader, "_prepare_weights", loader._prepare_weights)
+            loader._prepare_weights = _as_transformers(loader._prepare_weights, folders)
+        yield folders
+
+
+def _as_transformers(prepare: Callable[..., Any], folders: list[Path]) -> Callable[..., Any]:
+    @wraps(prepare)
+    def prepare_weights(self: Any, *args: Any, **named: Any) -> Any:
+        found = prepare(self, *args, **named)
+        alone = isinstance(found, list)
+        more: list[Any]
+        folder, files, *more = (Path(found[0]).parent, found) if alone else found
+        folders.append(Path(folder))
+        if self.load_config.load_format in FORMATS:
+            files = read_by_transformers(str(folder), files)
+            more[:1] = [files[0].endswith(".safetensors")] * len(more[:1])
+        return files if alone else (folder, files, *more)
+
+    return prepare_weights
 
 
 class Reading:

@@ -3,21 +3,23 @@ uninitialised, ignores names that it does not know, and may read other files tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from genlm.core.logs import get_logger
-from genlm.kit.checkpoints import read_by_transformers, require_all_read
-from genlm.kit.loads import Load, replaced, require_all_written, watch_load
+from genlm.kit.checkpoints import require_all_read
+from genlm.kit.loads import (
+    Load,
+    files_of_transformers,
+    replaced,
+    require_all_written,
+    watch_load,
+)
 
 log = get_logger()
-
-#: The values of ``load_format`` for folders that transformers can read too.
-FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 
 
 @contextmanager
@@ -39,7 +41,6 @@ def required(model_path: str, settings: Any, load_format: str = "auto") -> Itera
     names = ("DefaultModelLoader", "RunaiModelStreamerLoader")
     kinds = [getattr(loader, name) for name in names if hasattr(loader, name)]
     ending = ExitStack()
-    folders: list[Path] = []
     loads: list[Load] = []
 
     def require(model: Any, load: Load) -> None:
@@ -55,27 +56,11 @@ def required(model_path: str, settings: Any, load_format: str = "auto") -> Itera
             ending.callback(watch_load(model, require, settings))
         return model
 
-    for kind in kinds:
-        ending.callback(setattr, kind, "_prepare_weights", kind._prepare_weights)
-        kind._prepare_weights = _as_transformers(kind._prepare_weights, folders)
+    folders = ending.enter_context(files_of_transformers(*kinds))
     with ending, replaced("sglang.", "_initialize_model", make, make_watched):
         yield
     if load_format == "gguf" or not (loads or load_format == "dummy"):
         log.warning("weights.unwatched", model=model_path, load_format=load_format)
-
-
-def _as_transformers(prepare: Callable[..., Any], folders: list[Path]) -> Callable[..., Any]:
-    """How a loader finds the files of a folder: those that transformers reads. Notes the folder."""
-
-    def prepare_weights(self: Any, *args: Any, **named: Any) -> tuple[Any, ...]:
-        folder, files, *safe = prepare(self, *args, **named)
-        folders.append(Path(folder))
-        if self.load_config.load_format in FORMATS:
-            files = read_by_transformers(folder, files)
-            safe = [files[0].endswith(".safetensors")] * len(safe)
-        return folder, files, *safe
-
-    return prepare_weights
 
 
 def _bias_of_head(model: Any) -> dict[str, tuple[int, ...]]:

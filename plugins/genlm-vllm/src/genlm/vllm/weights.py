@@ -6,19 +6,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from inspect import ismethod
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from genlm.core.checks import describe_error
 from genlm.core.errors import UnsupportedError
-from genlm.kit.checkpoints import read_by_transformers
-from genlm.kit.loads import Load, replaced, watch_load
-
-#: The values of ``load_format`` for folders that transformers can read too.
-FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
+from genlm.kit.loads import Load, files_of_transformers, replaced, watch_load
 
 #: The attribute of a loaded model that :func:`load_of` reads.
 LOAD = "genlm_load"
@@ -60,9 +54,8 @@ def watch() -> Callable[[], None]:
 
     setattr(make_watched, LOAD, True)
     ending.enter_context(replaced("vllm.", "initialize_model", make, make_watched))
-    for loader in (model_loader.DefaultModelLoader, model_loader.RunaiModelStreamerLoader):
-        ending.callback(setattr, loader, "_prepare_weights", loader._prepare_weights)
-        loader._prepare_weights = _as_transformers(loader._prepare_weights)
+    loaders = model_loader.DefaultModelLoader, model_loader.RunaiModelStreamerLoader
+    ending.enter_context(files_of_transformers(*loaders))
     return ending.close
 
 
@@ -85,22 +78,6 @@ def _note(model: Any, load: Load) -> None:
     setattr(model, LOAD, load)
 
 
-def _as_transformers(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """How a loader finds the files of a folder: those that transformers reads."""
-
-    def prepare_weights(self: Any, *args: Any, **named: Any) -> Any:
-        found = prepare(self, *args, **named)
-        if isinstance(found, list):  # of the streamer, which has no other format
-            return read_by_transformers(str(Path(found[0]).parent), found)
-        folder, files, safe, *more = found
-        if self.load_config.load_format in FORMATS:
-            files = read_by_transformers(folder, files)
-            safe = files[0].endswith(".safetensors")
-        return folder, files, safe, *more
-
-    return prepare_weights
-
-
 def load_of(model: Any) -> Load | None:
     """The outcome of loading a model's checkpoint; ``None`` if the loader has written the weights
     without the model's ``load_weights``, or has made them up."""
@@ -111,7 +88,7 @@ def load_of(model: Any) -> Load | None:
 def explain_repacked_weights(model: Any) -> None:
     """Let a model explain why vLLM cannot load other weights into it: on a CPU, vLLM has repacked
     the loaded ones."""
-    own = _reference(model.load_weights)
+    own: Any = weakref.WeakMethod(model.load_weights)  # otherwise a model would keep itself alive
 
     def load_weights(*args: Any, **named: Any) -> Any:
         try:
@@ -126,12 +103,3 @@ def explain_repacked_weights(model: Any) -> None:
             ) from error
 
     model.load_weights = load_weights
-
-
-def _reference(load_weights: Callable[..., Any]) -> Callable[[], Any]:
-    """A reference to a model's way to load weights. A method is referred to weakly, otherwise a
-    closed model would keep itself alive; the function of a load that is still watched keeps none.
-    """
-    if ismethod(load_weights):
-        return weakref.WeakMethod(load_weights)
-    return lambda: load_weights

@@ -1,14 +1,14 @@
 """Rows from workers in other processes (tensor parallelism, ray, a separate engine process), and
 the known tokens of sessions for them.
 
-vLLM imports this module by name in every worker process. Such a process serves only one engine, so
-its row store may belong to the module.
+vLLM imports this module by name in every worker process, and in the user's. A worker process serves
+only one engine, so its row store may belong to the module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 
@@ -20,7 +20,6 @@ from genlm.vllm.weights import load_of, watch
 
 ROWS = RowStore()
 READER = MemoryOfReader()
-watch()  # set before the only model of this process is loaded
 
 GenlmRowCapture = capture_into(ROWS)
 
@@ -34,6 +33,13 @@ class RowAccess:
     vllm_config: Any
     model_runner: Any
     genlm_tokens: RunnerTokens
+    genlm_end_watch: Callable[[], None]
+
+    def __new__(cls, *args: Any, **named: Any) -> Self:
+        """A worker, before it loads its model. Its process is watched until the model is loaded."""
+        worker = super().__new__(cls)
+        worker.genlm_end_watch = watch()
+        return worker
 
     def genlm_take_rows(
         self, keys: Sequence[str], place: Sequence[Any] | None
@@ -93,7 +99,8 @@ class RowAccess:
         return groups_of_layers(self.model_runner.kv_cache_config, self.vllm_config)
 
     def genlm_load(self) -> tuple[dict[str, list[int]], list[str]] | None:
-        """See :func:`genlm.vllm.weights.load_of`."""
+        """See :func:`genlm.vllm.weights.load_of`. Called once the model is loaded."""
+        self.genlm_end_watch()
         load = load_of(self.model_runner.model)
         if load is None:
             return None
