@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
 from genlm.core import AsyncLM, EngineDeadError, EngineError, Query
@@ -168,6 +169,32 @@ def test_weights_that_another_process_leaves_out_are_named(make_tiny, monkeypatc
     folder = make_tiny("Cohere", head_dim=32, tie_word_embeddings=False)
     with pytest.raises(EngineError, match=r"has lm_head\.weight \(1 .*of cohere; .*backend='hf'"):
         AsyncVirtualLM.from_name(folder, engine_opts=SMALL)
+
+
+def test_nan_in_the_cache_of_another_process_reaches_no_other_context(make_tiny, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    folder, bad = make_tiny("Llama", vocab_size=256), 99
+    weights = load_file(f"{folder}/model.safetensors")
+    weights["model.embed_tokens.weight"][bad] = torch.inf
+    save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
+    prompt, others = [*range(1, 71)], [[*range(100, 103 + at), *range(60)] for at in range(8)]
+    expected = reference_rows(folder, None, [prompt, *others])
+    with AsyncVirtualLM.from_name(folder, engine_opts=SMALL) as lm:
+        spoilt = [*prompt, bad, *range(1, 40)]
+
+        async def ask():
+            asked = map(lm.next_token_logprobs, (prompt, spoilt, *others))
+            drawn = lm.sample([*prompt, bad], 2, [])
+            return await asyncio.gather(*asked, drawn, return_exceptions=True)
+
+        for _ in range(2):
+            row, error, *rows, no_draw = asyncio.run(ask())
+            assert "row is NaN" in str(error)
+            assert "NaN in torch.float32 in a draw" in str(no_draw)
+            torch.testing.assert_close(
+                torch.stack([row, *rows]), torch.stack(expected), atol=ATOL, rtol=0
+            )
+            lm.clear_cache()
 
 
 def shared_memory() -> list[str]:

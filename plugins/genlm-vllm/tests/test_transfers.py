@@ -63,8 +63,12 @@ def test_scores_equal_entries_of_prompt_rows_and_last_row():
         pytest.param("rows draws scores", 3, id="all"),
     ],
 )
-def test_a_step_waits_for_nothing_and_copies_no_more_for_more_requests(engine, kinds, copies, n):
+def test_a_step_waits_for_nothing_and_copies_no_more_for_more_requests(
+    engine, kinds, copies, n, monkeypatch
+):
     """Contexts grow, and new ones join."""
+    # As on a GPU, where a look for NaN would wait, and there is none except in float16.
+    monkeypatch.setattr(engine.engine, "_nan", None)
     assert most_copies(engine, kinds, n) <= copies
 
 

@@ -3,13 +3,19 @@ the errors that take their places."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter, itemgetter
 
 import torch
-from attrs import frozen
+from attrs import define, frozen
 
 from genlm.core.errors import EngineError
+from genlm.core.logs import get_logger
 from genlm.core.types import Answer, Query, Request, ScoreRequest, query_of
+
+log = get_logger()
+
+REQUEST, RESULT = attrgetter("request"), attrgetter("result")
 
 
 def is_looked_for(device_type: str, dtype: str) -> bool:
@@ -30,7 +36,7 @@ class NanErrors:
 
     Args:
         dtype: The type in which the model computes: ``"float16"``, or ``"torch.float16"``.
-        wider: What loads a float16 model in a type of a wider range, for messages.
+        wider: How a float16 model is loaded in a type of a wider range, for messages.
         spreads: Whether NaN of a token may reach the scores of earlier tokens of its sequence: a
             masked column still takes part in products, and zero times NaN is NaN.
     """
@@ -41,7 +47,7 @@ class NanErrors:
 
     @property
     def remedy(self) -> str:
-        """What a user can do about rows that are NaN."""
+        """The remedy for rows that are NaN."""
         wider = f"{self._wider}, or " if _is_float16(self._dtype) else ""
         return f"{wider}look for NaN among its weights"
 
@@ -76,14 +82,19 @@ class NanErrors:
         Args:
             answers: Rows of queries, scores, and results of other kinds, which are passed over.
         """
-        found = [at for at, one in enumerate(answers) if isinstance(one.result, torch.Tensor)]
-        if not found:
+        tensors = [*filter(torch.is_tensor, map(RESULT, answers))]
+        if not tensors:
             return {}
-        some = [(answers[at].request, answers[at].result) for at in found]
         # One value of a row is enough: if a row has a NaN, all of it is NaN.
-        sums = [one.sum() if isinstance(asked, ScoreRequest) else one[0] for asked, one in some]
-        nan = torch.stack(sums).isnan().nonzero().flatten().tolist()
-        return {found[at]: self._of_result(*some[at]) for at in nan}
+        some_scores = ScoreRequest in map(type, map(REQUEST, answers))
+        values = map(torch.sum, tensors) if some_scores else map(itemgetter(0), tensors)
+        if not bool(torch.stack([*values]).isnan().any()):
+            return {}
+        return {
+            at: self._of_result(one.request, one.result)
+            for at, one in enumerate(answers)
+            if torch.is_tensor(one.result) and bool(one.result.isnan().any())
+        }
 
     def _of_result(self, request: Request, result: torch.Tensor) -> EngineError:
         if isinstance(request, ScoreRequest):
@@ -127,6 +138,54 @@ class NanErrors:
         for at in nan.nonzero().flatten().tolist():
             found[at] = self.of_score(queries[at], continuations[at], _first_nan(scores[at]))
         return found
+
+
+@define(eq=False)
+class Culprit:
+    """Finds the requests whose own rows are NaN, in an engine whose kept state may carry NaN of one
+    request to others.
+
+    A forward may spoil the state of tokens before the one that is NaN, since a masked column still
+    takes part in products; and this state belongs to other contexts too.
+
+    Attributes:
+        launched: How many requests the engine has had since its state was last dropped.
+    """
+
+    launched: int = 0
+
+    def settle(
+        self,
+        error: EngineError,
+        *,
+        alone: bool,
+        forget: Callable[[], object],
+        pin_again: Callable[[], object],
+        ask_again: Callable[[], object],
+    ) -> None:
+        """Drop all state. An error counts only if its request was the first one after that, and no
+        other was in flight.
+
+        Args:
+            error: The error of a request that has finished with NaN.
+            alone: Whether no other request was in flight.
+            forget: Makes the engine drop all requests and all state.
+            pin_again: Pins the prompts again that were pinned.
+            ask_again: Gives the request to the engine again.
+
+        Raises:
+            EngineError: ``error``, if the NaN is the request's own, or if others were in flight:
+                the core then asks for each of them alone.
+        """
+        log.warning("rows.nan", rows=1)
+        is_own = self.launched == 1
+        forget()
+        self.launched = 0
+        if is_own or not alone:
+            raise error
+        pin_again()
+        self.launched = 0
+        ask_again()
 
 
 def _first_nan(scores: torch.Tensor) -> int:

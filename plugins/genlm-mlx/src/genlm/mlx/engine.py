@@ -34,7 +34,7 @@ MAX_TOKENS_SCORED_TOGETHER = 128
 #: continuation, the most continuations at once, since a state may be large.
 MAX_ROWS, MAX_STATES = 512, 32
 
-#: What makes a model of a wider range than float16.
+#: The way to make a model of a wider range than float16.
 WIDER = "mlx_lm.convert --dtype bfloat16 writes a model of a wider range"
 
 #: In MLX's error for an array that another thread has made and not evaluated.

@@ -17,10 +17,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from genlm.vllm.transfer import to_device
 
 ROW_KEY = "genlm_row"  # str: keep the row under this key
+DRAW_KEY = "genlm_draw"  # str: note under this key whether a row of this draw is NaN
+
+#: How many numbers of the state are looked at together.
+PART = 1 << 20
 
 
 class RowStore:
@@ -34,6 +39,7 @@ class RowStore:
     def __init__(self) -> None:
         self.width: int | None = None
         self._rows: dict[str, torch.Tensor] = {}
+        self._largest: dict[str, torch.Tensor] = {}  # of draws, the sum over their tokens
 
     def put(self, keys: Sequence[str], block: torch.Tensor) -> None:
         """Keep row ``i`` of ``block``, ``[len(keys), vocab_size]`` float32, under ``keys[i]``."""
@@ -43,8 +49,22 @@ class RowStore:
         """Remove and return the rows under ``keys``; ``None`` for a row that was never captured."""
         return [self._rows.pop(key, None) for key in keys]
 
+    def note(self, keys: Sequence[str], logits: torch.Tensor) -> None:
+        """Note the logits from which a token of each of some draws is drawn,
+        ``[len(keys), vocab_size]``."""
+        largest = logits.amax(dim=-1).unbind()  # NaN if one of them is
+        for key, one in zip(keys, largest, strict=True):
+            self._largest[key] = self._largest[key] + one if key in self._largest else one
+
+    def were_broken(self, keys: Iterable[str]) -> list[bool]:
+        """For each draw, whether logits that were noted for it had NaN, or infinity. They are
+        forgotten."""
+        found = [self._largest.pop(key, None) for key in keys]
+        return [one is not None and not bool(one.isfinite()) for one in found]
+
     def clear(self) -> None:
         self._rows.clear()
+        self._largest.clear()
 
 
 class RowCapture:
@@ -55,6 +75,7 @@ class RowCapture:
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
         # By slot. In V1, a slot is a row of the batch; in V2, it is the slot of a request.
         self._keys: dict[int, str] = {}
+        self._draws: set[str] = set()  # those of these keys that are of draws
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -85,10 +106,18 @@ class RowCapture:
         """V2: a request enters a slot. Returns whether :meth:`apply` must see its logits."""
         key = (params.extra_args or {}).get(ROW_KEY)
         if key is None:
+            return self._add_draw(slot, params)
+        self._keys[slot] = key
+        return True
+
+    def _add_draw(self, slot: int, params: Any) -> bool:
+        key = (params.extra_args or {}).get(DRAW_KEY)
+        if key is None:
             self._keys.pop(slot, None)
-        else:
-            self._keys[slot] = key
-        return key is not None
+            return False
+        self._keys[slot] = key
+        self._draws.add(key)
+        return True
 
     def apply(self, logits: torch.Tensor, context: Any = None) -> torch.Tensor:
         """Both: ``logits`` is ``[requests, vocab_size]`` float32, before temperature; only V2 gives
@@ -97,13 +126,41 @@ class RowCapture:
             return logits
         slots = range(logits.shape[0]) if context is None else context.idx_mapping_np.tolist()
         found = [*map(self._keys.get, slots)]
-        keys, chosen = [key for key in found if key is not None], logits
-        if keys and len(keys) < logits.shape[0]:
-            rows = [row for row, key in enumerate(found) if key is not None]
-            chosen = logits.index_select(0, to_device(rows, logits.device))
+        if self._draws:
+            found = self._without_draws(found, logits)
+        keys, chosen = _chosen(found, logits)
         if keys:
             self.store.put(keys, torch.log_softmax(chosen, dim=-1, dtype=torch.float32))
         return logits
+
+    def _without_draws(self, found: list[str | None], logits: torch.Tensor) -> list[str | None]:
+        """The keys of rows, after the logits of draws have been noted."""
+        self._draws.intersection_update(self._keys.values())  # the others have ended
+        drawn = [key if key in self._draws else None for key in found]
+        keys, chosen = _chosen(drawn, logits)
+        if keys:
+            self.store.note(keys, chosen)
+        return [None if key in self._draws else key for key in found]
+
+
+def _chosen(found: Sequence[str | None], logits: torch.Tensor) -> tuple[list[str], torch.Tensor]:
+    """The keys that are not ``None``, and their logits."""
+    keys = [key for key in found if key is not None]
+    if keys and len(keys) < logits.shape[0]:
+        rows = [row for row, key in enumerate(found) if key is not None]
+        logits = logits.index_select(0, to_device(rows, logits.device))
+    return keys, logits
+
+
+def clean_state(worker: Any) -> None:
+    """Overwrite the NaN in a worker's state, of which nothing is used any more. Attention passes
+    over columns behind the end of a context by a weight of zero, and zero times NaN is NaN."""
+    for cache in tree_leaves(worker.model_runner.kv_caches):
+        whole = cache.new_empty(0).set_(cache.untyped_storage())  # in the order of memory
+        for part in whole.split(PART):
+            # Only what must be overwritten: memory that was never used takes no room.
+            if part.dtype.itemsize == 1 or not bool(part.sum().isfinite()):
+                part.zero_()
 
 
 def hide_padding(model: Any, width: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,9 @@ from genlm.core.checks import describe_error
 from genlm.core.errors import EngineDeadError, EngineError, InvalidOptionError, UnsupportedError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.logs import get_logger
-from genlm.core.types import Answer, Query, Request, SampleRequest, ScoreRequest
+from genlm.core.types import Answer, Query, Request, SampleRequest, ScoreRequest, query_of
 from genlm.kit.memory import lower
+from genlm.kit.nan_rows import REQUEST, Culprit, NanErrors, is_looked_for
 from genlm.vllm.in_flight import RequestsInFlight
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.request import VllmRequest
@@ -24,6 +25,9 @@ from genlm.vllm.scoring import cheaper_as_requests, scored, scores
 from genlm.vllm.sessions import Sessions
 
 log = get_logger()
+
+#: The way to load a model in a type of a wider range than float16.
+WIDER = "load it with engine_opts={'dtype': 'bfloat16'}"
 
 #: The largest share of the mass that rounding may move between tokens, in any precision.
 MAX_MOVED_MASS = 0.05
@@ -58,6 +62,10 @@ class VllmEngine:
         self._numbers = itertools.count(1)
         self._width = self.vocab_size  # token ids from this one on are padding
         self._hides_padding = True
+        looks = is_looked_for(self.device.partition(":")[0], core.dtype)
+        nan_errors = NanErrors(core.dtype, WIDER, spreads=True)
+        self._nan: NanErrors | None = nan_errors if looks else None
+        self._culprit = Culprit()
 
     # --- rows, samples and scores -----------------------------------------------------------------
 
@@ -78,8 +86,12 @@ class VllmEngine:
             self._make_room()
             if len(self._in_flight):
                 finished = self._in_flight.advance()
-                answers += self._answers(finished)
+                given = self._answers(finished)
                 self._park(finished)
+                if (error := self._nan_error(finished, given)) is None:
+                    return answers + given
+                alone = len(finished) + len(self._in_flight) == 1
+                self._settle(error, finished[0].request, alone, self._launch)
             return answers
 
     def _receive(
@@ -140,6 +152,11 @@ class VllmEngine:
             request, prompt, self._core.footprint(prompt.length), shareable, self.live
         )
 
+    def _as_asked(self, request: Request) -> VllmRequest:
+        if isinstance(request, SampleRequest | ScoreRequest):
+            return self._prepared(request)
+        return self._row_of(query_of(request))
+
     def _launch(self, request: VllmRequest, *, pinned: bool = False) -> None:
         """Hand a request to vLLM: continue a live session, or start a new one."""
         prompt, extends = request.prompt, isinstance(request.request, Query) and not pinned
@@ -147,6 +164,7 @@ class VllmEngine:
         if session is not None and not self._core.can_extend(session):
             self._release([self._sessions.give_up_taken(session)])
             session = None
+        self._culprit.launched += 1
         if session is None:
             request.request_id = f"genlm-{next(self._numbers)}"
             request.params = self._params(request)
@@ -162,7 +180,8 @@ class VllmEngine:
     def _params(self, request: VllmRequest) -> Any:
         match request.request:
             case SampleRequest(_, params):
-                return draw_params(params, self._core.seeds)
+                key = None if self._nan is None else request.request_id
+                return draw_params(key, params, self._core.seeds)
             case ScoreRequest() as score:
                 key, by_id = request.request_id, self._core.scores_by_id
                 return score_params(key, score, request.shareable, by_id=by_id)
@@ -180,6 +199,42 @@ class VllmEngine:
             _put_scores(results, finished)
         return [*map(Answer, asked, results)]
 
+    def _nan_error(
+        self, finished: Sequence[VllmRequest], answers: Sequence[Answer]
+    ) -> EngineError | None:
+        """The error for the first row, score or draw that is NaN, if the engine looks for NaN."""
+        if self._nan is None:
+            return None
+        if SampleRequest in map(type, map(REQUEST, answers)):
+            draws = [each for each in finished if not each.wants_row]
+            broken = self._rows.were_broken([each.request_id for each in draws])
+            for draw in itertools.compress(draws, broken):
+                return self._nan.of_draw(draw.prompt)
+        return next(iter(self._nan.in_answers(answers).values()), None)
+
+    def _settle(
+        self,
+        error: EngineError,
+        request: Request,
+        alone: bool,
+        launch: Callable[[VllmRequest], object],
+    ) -> None:
+        """See :meth:`genlm.kit.nan_rows.Culprit.settle`."""
+        pinned = [one for one in self._sessions.pinned() if one != request]
+        self._culprit.settle(
+            error,
+            alone=alone,
+            forget=self._forget_nan,
+            pin_again=lambda: [self.genlm_cache_prefix(one) for one in pinned],
+            ask_again=lambda: launch(self._as_asked(request)),
+        )
+
+    def _forget_nan(self) -> None:
+        """Drop all state, and overwrite it: on a CPU, NaN in a block of vLLM's cache also spoils
+        contexts that get the block later."""
+        self._forget()
+        self._rows.clean_state(self._core)
+
     def _drop(self, requests: Sequence[Request]) -> None:
         """Release requests that no longer have callers."""
         if not requests:
@@ -188,6 +243,9 @@ class VllmEngine:
         self._core.abort([each.request_id for each in dropped])
         # A partly computed prompt may have captured a row.
         self._rows.take([each.request_id for each in dropped if each.wants_row])
+        draws = [each.request_id for each in dropped if not each.wants_row]
+        if draws and self._nan is not None:
+            self._rows.were_broken(draws)
 
     def _park(self, finished: Sequence[VllmRequest]) -> None:
         """Turn finished requests that vLLM keeps into live sessions."""
@@ -281,6 +339,8 @@ class VllmEngine:
         if isinstance(answer.result, Exception):
             raise answer.result
         self._sessions.pin(request)
+        if (error := self._nan_error([request], [answer])) is not None:
+            self._settle(error, request.request, True, self._pin)
 
     # --- failure and the end ----------------------------------------------------------------------
 

@@ -268,8 +268,9 @@ class EngineCore:
 
     # --- workers ----------------------------------------------------------------------------------
 
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call the named method of every worker, and return the results by rank."""
+    def call_workers(self, method: str | Callable[[Any], Any], *args: Any) -> list[Any]:
+        """Call a method of every worker, or in this process a function of the worker, and return
+        the results by rank."""
         with self._stream.entered():
             results: list[Any] = self._client.collective_rpc(method, args=args)
         return results

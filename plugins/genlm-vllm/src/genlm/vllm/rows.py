@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from genlm.kit.loads import Load
-from genlm.vllm.capture import RowStore, hide_padding
+from genlm.vllm.capture import RowStore, clean_state, hide_padding
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.shared_rows import SharedRows
 from genlm.vllm.streams import used_here
@@ -38,6 +38,14 @@ class LocalRows:
         rows = self._store.take(keys)
         used_here(rows)
         return rows
+
+    def were_broken(self, keys: Sequence[str]) -> list[bool]:
+        """See :meth:`genlm.vllm.capture.RowStore.were_broken`."""
+        return self._store.were_broken(keys)
+
+    def clean_state(self, core: EngineCore) -> None:
+        """See :func:`genlm.vllm.capture.clean_state`."""
+        core.call_workers(clean_state)
 
     def clear(self) -> None:
         self._store.clear()
@@ -87,6 +95,13 @@ class WorkerRows:
         # The bytes are read-only.
         block = np.frombuffer(sent, dtype=np.float32).reshape(len(keys), -1).copy()
         return torch.from_numpy(block).unbind()
+
+    def were_broken(self, keys: Sequence[str]) -> list[bool]:
+        replies = self._core.call_workers("genlm_were_broken", list(keys))
+        return [any(each) for each in zip(*replies, strict=True)]
+
+    def clean_state(self, core: EngineCore) -> None:
+        core.call_workers("genlm_clean_state")
 
     def clear(self) -> None:
         self._core.call_workers("genlm_clear_rows")

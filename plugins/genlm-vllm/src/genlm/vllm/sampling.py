@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from genlm.core.types import SampleRequest, SamplingParams, ScoreRequest
-from genlm.vllm.capture import ROW_KEY
+from genlm.vllm.capture import DRAW_KEY, ROW_KEY
 from genlm.vllm.forks import SOURCE_KEY
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.new_requests import READS_KEY
@@ -69,10 +69,11 @@ def score_params(key: str, request: ScoreRequest, shareable: int, *, by_id: bool
     )
 
 
-def draw_params(params: SamplingParams, seeds: random.Random | None) -> Any:
+def draw_params(key: str | None, params: SamplingParams, seeds: random.Random | None) -> Any:
     """The parameters of a sample.
 
     Args:
+        key: The key under which NaN among its rows is noted; ``None`` if it is not looked for.
         params: The caller's sampling parameters.
         seeds: Makes the seeds of samples without one; ``None`` leaves them to vLLM.
     """
@@ -80,7 +81,7 @@ def draw_params(params: SamplingParams, seeds: random.Random | None) -> Any:
     if seed is None and seeds is not None:
         seed = seeds.randrange(SEED_COUNT)
     return _params(
-        {},
+        {} if key is None else {DRAW_KEY: key},
         max_tokens=params.max_tokens,
         temperature=params.temperature,
         top_k=params.top_k or 0,

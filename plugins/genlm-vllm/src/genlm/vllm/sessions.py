@@ -148,6 +148,10 @@ class Sessions:
     def is_pinned(self, query: Query) -> bool:
         return query in self._pinned
 
+    def pinned(self) -> list[Query]:
+        """The pinned prefixes."""
+        return [*self._pinned]
+
     def trim(self, in_flight: int) -> list[VllmRequest]:
         """Remove and return the least recently used sessions, until the others are within the
         limits and fit in the cache with the requests in flight."""

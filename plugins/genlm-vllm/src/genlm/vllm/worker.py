@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from genlm.vllm.capture import RowStore, capture_into, hide_padding
+from genlm.vllm.capture import RowStore, capture_into, clean_state, hide_padding
 from genlm.vllm.internals import groups_of_layers
 from genlm.vllm.runner_tokens import Appended, Extended, RunnerTokens, runner_tokens
 from genlm.vllm.shared_rows import MemoryOfReader, Place
@@ -64,6 +64,14 @@ class RowAccess:
         if place is not None and READER.put(Place(*place), block):
             return block.shape[1]
         return block.cpu().numpy().tobytes()
+
+    def genlm_were_broken(self, keys: Sequence[str]) -> list[bool]:
+        """See :meth:`genlm.vllm.capture.RowStore.were_broken`."""
+        return ROWS.were_broken(keys)
+
+    def genlm_clean_state(self) -> None:
+        """See :func:`genlm.vllm.capture.clean_state`."""
+        clean_state(self)
 
     def genlm_clear_rows(self) -> None:
         ROWS.clear()
