@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from genlm.core import EngineDeadError, EngineError, Query
+from genlm.core.types import SampleRequest, SamplingParams
 
 UNKNOWN_TOKEN = 10**6  # makes the forward pass raise; the core would have rejected it
 
@@ -142,3 +143,20 @@ def test_no_process_is_signalled(tiny):
         "handlers kept",
     ]
     assert received == []
+
+
+def test_rows_of_a_step_that_failed_in_its_sampler_are_not_taken_for_later_ones(
+    hooks, contexts, reference, monkeypatch
+):
+    """They were read before it."""
+    first, second = contexts(2, 10, 10)
+    sampler = hooks.scheduler._scheduler.tp_worker.model_runner.sampler
+
+    def fail(*_, **__):
+        raise RuntimeError("a kernel failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "forward", fail)
+        with pytest.raises(RuntimeError, match="a kernel failed"):
+            hooks.ask(Query(first), SampleRequest(Query(first), SamplingParams(max_tokens=2)))
+    torch.testing.assert_close(hooks.rows([second]), reference([second]), atol=1e-4, rtol=0)

@@ -11,8 +11,9 @@ from genlm.core import Adapter, Answer, EngineDeadError, EngineError, Query, hoo
 from genlm.core.checks import describe_error
 from genlm.core.errors import UnsupportedError
 from genlm.core.logs import get_logger
-from genlm.core.types import Request, SampleRequest, ScoreRequest
+from genlm.core.types import Request, SampleRequest, ScoreRequest, query_of
 from genlm.kit.memory import lower
+from genlm.kit.nan_rows import Culprit, NanErrors
 from genlm.kit.new_requests import tokens_per_forward
 from genlm.kit.scores import cheaper_as_requests
 from genlm.sgl.internals import Scheduler
@@ -20,6 +21,9 @@ from genlm.sgl.new_requests import NewRequest, NewRequests
 from genlm.sgl.sampling import native_draw
 
 log = get_logger()
+
+#: The way to load a model in a type of a wider range than float16.
+WIDER = "load it with engine_opts={'dtype': 'bfloat16'}"
 
 #: The key of a request that shows whether the scheduler works.
 PROBE = Query(token_ids=(0,), cold=True)
@@ -48,6 +52,9 @@ class SglEngine:
         self.dtype = str(scheduler.dtype)
         # The width of rows, which is less if padding is known to have no mass.
         self._width = self.vocab_size
+        nan_errors = NanErrors(self.dtype, WIDER, spreads=True)
+        self._nan: NanErrors | None = nan_errors if scheduler.looks_for_nan else None
+        self._culprit = Culprit()
         self._in_flight: dict[str, Request] = {}
         self._new_requests = NewRequests(scheduler, tokens_per_forward(device.type))
         self._pinned: dict[Query, Any] = {}
@@ -125,6 +132,7 @@ class SglEngine:
 
     def _take(self, request: Request, prompt: Query, **how: Any) -> None:
         self._asked += 1
+        self._culprit.launched += 1
         key = f"{self._asked:016x}"
         self._in_flight[key] = request
         adapter = adapter_id(prompt.adapter) if prompt.adapter else None
@@ -137,11 +145,42 @@ class SglEngine:
         if finished is None:
             key, needed = self.scheduler.refuse_next()
             return [Answer(self._in_flight.pop(key), self._does_not_fit(needed))]
-        return [
-            _answer(self._in_flight.pop(key), result, self._width)
-            for key, result in finished.items()
-            if key in self._in_flight  # otherwise it has been dropped
-        ]
+        # Results of requests that have been dropped are left out.
+        mine = {key: result for key, result in finished.items() if key in self._in_flight}
+        asked = [self._in_flight.pop(key) for key in mine]
+        answers = [_answer(*pair, self._width) for pair in zip(asked, mine.values(), strict=True)]
+        if (error := self._nan_error([*mine], answers)) is None:
+            return answers
+        pinned, declined = [*self._pinned], list[Answer]()
+        self._culprit.settle(
+            error,
+            alone=len(asked) + len(self._in_flight) == 1,
+            forget=self._recover,
+            pin_again=lambda: [self.genlm_cache_prefix(one) for one in pinned],
+            ask_again=lambda: declined.extend(self._receive_one(asked[0])),
+        )
+        return declined
+
+    def _receive_one(self, request: Request) -> list[Answer]:
+        match request:
+            case SampleRequest():
+                return self._receive([], [request], [])
+            case ScoreRequest():
+                return self._receive([], [], [request])
+            case Query():
+                return self._receive([request], [], [])
+        raise TypeError(type(request).__name__)
+
+    def _nan_error(self, keys: Sequence[str], answers: Sequence[Answer]) -> EngineError | None:
+        """The error for the first row, score or draw that is NaN, if the engine looks for NaN."""
+        if self._nan is None:
+            return None
+        broken = self.scheduler.broken_draws.intersection(keys)
+        self.scheduler.broken_draws -= broken
+        for key, answer in zip(keys, answers, strict=True):
+            if key in broken:
+                return self._nan.of_draw(query_of(answer.request))
+        return next(iter(self._nan.in_answers(answers).values()), None)
 
     def _does_not_fit(self, needed: int) -> EngineError:
         return EngineError(

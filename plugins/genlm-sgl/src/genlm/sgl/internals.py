@@ -19,6 +19,7 @@ import torch
 
 from genlm.core.errors import BackendUnavailableError, EngineError, InvalidOptionError
 from genlm.kit import randomness
+from genlm.kit.nan_rows import is_looked_for
 from genlm.sgl import attention
 from genlm.sgl.construction import construct, release_globals
 from genlm.sgl.imports import POLL_SECONDS, import_whole
@@ -99,6 +100,9 @@ class Scheduler:
         self._rows: torch.Tensor | None = None
         #: The keys of the requests whose prompts are not computed yet.
         self.computing: set[str] = set()
+        #: The keys of draws that had a row with NaN, or infinity, if this is looked for.
+        self.broken_draws: set[str] = set()
+        self._largest: torch.Tensor | None = None  # of the logits of each request of a batch
         #: Token ids from this one on are padding.
         self.width = self.vocab_size
         sampler = self._scheduler.tp_worker.model_runner.sampler
@@ -133,6 +137,11 @@ class Scheduler:
     def dtype(self) -> Any:
         """The type in which the model computes."""
         return self._scheduler.model_config.dtype
+
+    @property
+    def looks_for_nan(self) -> bool:
+        """See :func:`genlm.kit.nan_rows.is_looked_for`."""
+        return is_looked_for(str(self._scheduler.device), str(self.dtype))
 
     @property
     def vocab_size(self) -> int:
@@ -251,8 +260,10 @@ class Scheduler:
             if batch is None:
                 return given_up or None
             self._rows_wanted = any(map(_wants_row, batch.reqs))
+            self._rows = self._largest = None  # of a batch that failed
             with torch.inference_mode():
                 result = scheduler.run_batch(batch)
+            self._note_broken_draws(batch.reqs)
             rows, self._rows = self._rows, None
             if rows is None and self._rows_wanted:
                 # The rows are taken before any other code sees the logits.
@@ -293,6 +304,7 @@ class Scheduler:
         from sglang.srt.managers.io_struct import AbortReq
 
         self.computing.discard(key)
+        self.broken_draws.discard(key)
         with self._on_its_stream():
             self._scheduler.abort_request(AbortReq(rid=key))
 
@@ -300,6 +312,20 @@ class Scheduler:
         logits = self._without_padding(arguments[0].next_token_logits)
         if self._rows_wanted:
             self._rows = _log_probabilities(logits)
+        if self.looks_for_nan:
+            self._largest = logits.amax(dim=-1)  # NaN if one of them is
+            if bool((broken := ~self._largest.isfinite()).any()):
+                logits[broken] = 0.0  # otherwise the sampler would raise for the whole batch
+
+    def _note_broken_draws(self, requests: Sequence[Any]) -> None:
+        largest, self._largest = self._largest, None
+        if largest is not None:
+            finite = largest.isfinite().tolist()
+            self.broken_draws |= {
+                str(request.rid)
+                for request, good in zip(requests, finite, strict=False)
+                if not (good or _wants_row(request))
+            }
 
     def refuse_next(self) -> tuple[str, int]:
         """Drop the request that the scheduler would have taken first.
@@ -324,6 +350,7 @@ class Scheduler:
 
         scheduler = self._scheduler
         self.computing.clear()
+        self.broken_draws.clear()
         scheduler.waiting_queue.clear()
         scheduler.chunked_req = None
         scheduler._pending_chunked_abort_req = None
