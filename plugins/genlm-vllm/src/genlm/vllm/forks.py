@@ -132,6 +132,8 @@ class Forks:
         full = known // self._size
         # A further full block would have been found, or must not be taken over.
         ours = request.all_token_ids[known : min(readable(request), known + self._size - 1)]
+        if not ours:
+            return None, known
         if (named := self._named_source(request, full, ours)) is not None:
             return named, known + len(ours)
         if full not in self._sources:
@@ -150,7 +152,7 @@ class Forks:
         blocks."""
         named: str = wishes_of(request).get(SOURCE_KEY, "")
         source = self._requests.get(named)
-        if source is None or named in self._admitted or not ours:
+        if source is None or named in self._admitted:
             return None
         known = full * self._size
         theirs = source.all_token_ids[known : min(source.num_computed_tokens, known + len(ours))]
