@@ -7,9 +7,10 @@ from enum import Enum, auto
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
-from genlm.vllm.capture import ROW_KEY, RowCapture, RowStore
+from genlm.vllm.capture import ROW_KEY, RowCapture, RowStore, clean_state
 from genlm.vllm.worker import ROWS as ROWS_OF_WORKERS
 from genlm.vllm.worker import RowAccess
 
@@ -86,3 +87,25 @@ def test_one_of_several_identical_workers_sends_the_rows():
     assert reply(0) == torch.ones(3).numpy().tobytes()
     assert reply(1) is None
     assert ROWS_OF_WORKERS.take([1]) == [None], "each gives its own up"
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_broken_draws_are_found_with_one_wait_for_the_device(count, monkeypatch):
+    store, read = RowStore(), []
+    logits = torch.zeros(count, 11)
+    logits[0, 3] = torch.nan
+    store.note([*range(count)], logits)
+    store.note([*range(count)], torch.zeros(count, 11))
+    for name in ("__bool__", "item", "tolist"):
+        usual = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, usual=usual: read.append(1) or usual(self)
+        )
+    assert store.were_broken([*range(count), "unknown"]) == [True, *[False] * count]
+    assert len(read) == 1
+    assert store.were_broken([0]) == [False], "it is forgotten"
+
+
+def test_state_of_a_device_is_overwritten_without_a_wait():
+    state = torch.empty(2, 3, device="meta")  # reading its values would raise
+    clean_state(SimpleNamespace(model_runner=SimpleNamespace(kv_caches=[state])))

@@ -60,7 +60,10 @@ class RowStore:
         """For each draw, whether logits that were noted for it had NaN, or infinity. They are
         forgotten."""
         found = [self._largest.pop(key, None) for key in keys]
-        return [one is not None and not bool(one.isfinite()) for one in found]
+        if not (noted := [one for one in found if one is not None]):
+            return [False] * len(found)
+        finite = iter(torch.stack(noted).isfinite().tolist())  # the device is waited for once
+        return [one is not None and not next(finite) for one in found]
 
     def clear(self) -> None:
         self._rows.clear()
@@ -157,6 +160,9 @@ def clean_state(worker: Any) -> None:
     over columns behind the end of a context by a weight of zero, and zero times NaN is NaN."""
     for cache in tree_leaves(worker.model_runner.kv_caches):
         whole = cache.new_empty(0).set_(cache.untyped_storage())  # in the order of memory
+        if whole.device.type != "cpu":
+            whole.zero_()  # the device would be waited for once a part
+            continue
         for part in whole.split(PART):
             # Only what must be overwritten: memory that was never used takes no room.
             if part.dtype.itemsize == 1 or not bool(part.sum().isfinite()):
