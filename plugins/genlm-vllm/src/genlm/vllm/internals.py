@@ -32,6 +32,10 @@ from genlm.vllm.streams import EngineStream
 
 PROCESS_SWITCH = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
+#: The environment variable in which a worker on a CPU passes the name of its process group to the
+#: code that makes the group.
+GROUP_NAME = "VLLM_DIST_IDENT"
+
 CLIENT_METHODS = (
     "add_request", "get_output", "abort_requests", "reset_prefix_cache",
     "collective_rpc", "add_lora", "remove_lora", "shutdown",
@@ -378,21 +382,21 @@ def engine_core_here() -> Iterator[bool]:
     the user's environment says otherwise.
 
     vLLM takes this choice only from the environment, and keeps what it read when the first model
-    was loaded. The variable is restored at the end. Yields whether the engine core will be in this
-    process.
+    was loaded. This variable, and the one that a worker on a CPU sets for its process group, are
+    restored at the end. Yields whether the engine core will be in this process.
     """
     import vllm.envs
 
     vllm.envs.disable_envs_cache()
-    chosen = os.environ.get(PROCESS_SWITCH)
-    os.environ[PROCESS_SWITCH] = chosen or "0"
+    names = (PROCESS_SWITCH, GROUP_NAME)
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    os.environ[PROCESS_SWITCH] = before.get(PROCESS_SWITCH) or "0"
     try:
         yield not vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING
     finally:
-        if chosen is None:
-            del os.environ[PROCESS_SWITCH]
-        else:
-            os.environ[PROCESS_SWITCH] = chosen
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextlib.contextmanager
