@@ -158,7 +158,6 @@ def bite(
 ) -> Bite:
     """Run the suite on one mutant; with ``first`` until a clause fails. Counterexamples are made
     simple only where somebody reads them."""
-    logging.disable(logging.CRITICAL)
     known = clean() if name.startswith("clean.") else suites(real=name.startswith("hf."))
     suite = known[name](EFFORTS[effort])
     suite.seed = seed
@@ -177,7 +176,7 @@ def bite(
         return clause not in CLAUSES_WITHOUT_ENGINE and bool(re.search(only, clause))
 
     began = time.process_time()
-    with contextlib.redirect_stderr(io.StringIO()):
+    with silent():
         report = run(suite, told.append, wanted)
     caught = {one.clause: one.detail for one in report.failed if is_caught(one)}
     accidents = {one.clause: one.detail for one in report.failed if one.clause not in caught}
@@ -185,6 +184,18 @@ def bite(
         accidents["(not loaded)"] = report.not_loaded
     seconds = {verdict.clause: verdict.seconds for verdict in report.verdicts}
     return Bite(name, effort, caught, accidents, time.process_time() - began, seconds)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Inside the block, nothing is logged, and nothing is written to standard error."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
