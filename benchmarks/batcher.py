@@ -26,7 +26,7 @@ PLUGIN = "hf"
 TOGETHER = (1, 32, 1000)
 LENGTHS = (50, 2_000, 32_000)
 VOCABULARY = 258
-FORWARD = 0.5
+FORWARD_SECONDS = 0.5
 
 Ask = Callable[[list[int]], Coroutine[Any, Any, Any]]
 
@@ -140,7 +140,7 @@ def ours(bench: Bench) -> None:
                 together(bench, case, lm.next_token_logprobs, runner)
         with AsyncLM(Instant, backend="instant", cache_size=0, batch_size=8) as lm:
             waiting(bench, lm, runner)
-        with AsyncLM(lambda: Instant(FORWARD), backend="slow") as lm:
+        with AsyncLM(lambda: Instant(FORWARD_SECONDS), backend="slow") as lm:
             held(bench, lm.next_token_logprobs, runner)
         with AsyncLM(Instant, backend="instant", cache_size=0) as lm:
 
@@ -199,7 +199,7 @@ def theirs(bench: Bench) -> None:
     with asyncio.Runner() as runner:
         lm = AsyncTransformer(model, tokenizer)
         together(bench, "request, cache on", lm.next_token_logprobs, runner)
-        model.seconds = FORWARD
+        model.seconds = FORWARD_SECONDS
         held(bench, lm.next_token_logprobs, runner)
     bench.note(
         "genlm-backend's hf backend waits 20 ms for others before it answers a lone request; it "

@@ -21,7 +21,7 @@ from benchmarks.protocol import Bench, main
 PLUGIN = "hf"
 
 SIZES = (1, 8, 32, 64)
-LENGTH = 20
+CONTEXT_TOKENS = 20
 
 COMPILED = "float32, compiled"
 SIZE_COMPILED = 32  # only one size, because compiling for each would take minutes
@@ -45,7 +45,7 @@ def ours(bench: Bench) -> None:
         if name == COMPILED:
             bench.record(f"the load, {name}", [time.perf_counter() - begun], unit="s")
     for size in SIZES[:2] if bench.quick else SIZES:
-        contexts = [[source.randrange(1000) for _ in range(LENGTH)] for _ in range(size)]
+        contexts = [[source.randrange(1000) for _ in range(CONTEXT_TOKENS)] for _ in range(size)]
         if size == SIZE_COMPILED:
             begun = time.perf_counter()
             step(models[COMPILED], contexts)

@@ -16,7 +16,7 @@ from benchmarks.protocol import Bench, main
 
 PLUGIN = "hf"
 
-LENGTH = 4000
+PROMPT_TOKENS = 4000
 CONTEXTS, GROWTH = 8, 30
 SIZES = (2048, 512)
 
@@ -41,7 +41,7 @@ def measure(bench: Bench, size: int) -> None:
         return [source.randrange(1000, 40000) for _ in range(count)]
 
     async def prompt() -> None:
-        await lm.next_token_logprobs(tokens(LENGTH))
+        await lm.next_token_logprobs(tokens(PROMPT_TOKENS))
 
     async def rows() -> None:
         contexts = [tokens(20) for _ in range(CONTEXTS)]
@@ -73,12 +73,14 @@ def measure(bench: Bench, size: int) -> None:
 
     seconds(prompt)  # this first row is compared with a cold one
     waited = [asyncio.run(during()) for _ in range(repeat)]
-    bench.record(f"a row during a prompt of {LENGTH} tokens" + of_size, waited, unit="chunks")
+    bench.record(
+        f"a row during a prompt of {PROMPT_TOKENS} tokens" + of_size, waited, unit="chunks"
+    )
     taken: dict[Any, list[float]] = {prompt: [], rows: [], both: []}
     for _ in range(repeat):
         for program, values in taken.items():
             values.append(seconds(program))
-    bench.record(f"a prompt of {LENGTH} tokens" + of_size, taken[prompt], unit="s")
+    bench.record(f"a prompt of {PROMPT_TOKENS} tokens" + of_size, taken[prompt], unit="s")
     bench.record(f"{GROWTH} steps of {CONTEXTS} contexts" + of_size, taken[rows], unit="s")
     bench.record("both at once" + of_size, taken[both], unit="s")
     bench.record(

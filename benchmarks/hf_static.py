@@ -24,11 +24,11 @@ from benchmarks.steps import Contexts, Program
 PLUGIN = "hf"
 
 CONTEXTS = (32, 256)
-LENGTH, REPEAT = 8, 4
+PROMPT_TOKENS, REPEAT = 8, 4
 
 #: A step is recorded when its shape has occurred three times; it then runs once before it is
 #: replayed.
-BEFORE = 4
+STEPS_BEFORE_REPLAY = 4
 
 
 class Still:
@@ -60,12 +60,12 @@ def ours(bench: Bench) -> None:
         recorded = HFEngine(replayed, tokenizer, HFOptions(static=True))
     ways = {"packed": packed, "constant shape": static}
     for n in (4,) if bench.quick else CONTEXTS:
-        program = Program(packed.vocab_size, n, LENGTH)
+        program = Program(packed.vocab_size, n, PROMPT_TOKENS)
         contexts = program.prompts()
         for engine in (*ways.values(), recorded):
             engine.genlm_clear_kv_cache()
             ask(engine, contexts)
-        for _ in range(BEFORE):
+        for _ in range(STEPS_BEFORE_REPLAY):
             contexts = program.extend(contexts)
             for engine in (*ways.values(), recorded):
                 ask(engine, contexts)

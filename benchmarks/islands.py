@@ -26,8 +26,8 @@ PLUGIN = "ray"
 
 ISLANDS = (1, 2, 4, 8)
 PARTICLES = (8, 64)
-DELAY = 0.02
-EVERY = 16
+STEP_SECONDS = 0.02
+TOKENS_BETWEEN_EXCHANGES = 16
 TOKENS = 48
 
 seeds = itertools.count()
@@ -57,7 +57,7 @@ def settled(islands: Any, n: int) -> list[Any]:
     """Islands whose models are loaded."""
     import ray
 
-    island = ("mock", "mock", {"delay": DELAY}, "Once", "e")
+    island = ("mock", "mock", {"delay": STEP_SECONDS}, "Once", "e")
     workers: list[Any] = islands.settle(n, *island, num_cpus=0.01)
     ray.get([worker.requests.remote() for worker in workers])
     return workers
@@ -67,7 +67,7 @@ def seconds(islands: Any, workers: list[Any], particles: int) -> float:
     """The seconds of one run."""
     began = time.perf_counter()
     rng = random.Random(next(seeds))  # repeating an earlier run would be answered from the cache
-    islands.smc(workers, particles * len(workers), TOKENS, EVERY, rng)
+    islands.smc(workers, particles * len(workers), TOKENS, TOKENS_BETWEEN_EXCHANGES, rng)
     return time.perf_counter() - began
 
 
@@ -83,7 +83,7 @@ def ours(bench: Bench) -> None:
             bench.record(CASE.format(each), rates, unit="tokens/s", x=n)
         if n == max(ISLANDS):
             victim = ray.get(workers[0].pid.remote())
-            threading.Timer(TOKENS * DELAY / 2, os.kill, (victim, signal.SIGKILL)).start()
+            threading.Timer(TOKENS * STEP_SECONDS / 2, os.kill, (victim, signal.SIGKILL)).start()
             bench.record("a run with a lost worker", seconds(islands, workers, 8), unit="s", x=n)
         for worker in workers:
             ray.kill(worker)
@@ -92,7 +92,7 @@ def ours(bench: Bench) -> None:
 def floor(bench: Bench) -> None:
     for n in ISLANDS[: 2 if bench.quick else None]:
         for each in PARTICLES:
-            bench.record(CASE.format(each), each * n / DELAY, unit="tokens/s", x=n)
+            bench.record(CASE.format(each), each * n / STEP_SECONDS, unit="tokens/s", x=n)
 
 
 if __name__ == "__main__":

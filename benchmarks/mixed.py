@@ -19,7 +19,7 @@ from benchmarks.protocol import Bench, main
 
 PLUGIN = "vllm"
 
-LONG = 300
+SAMPLED_TOKENS = 300
 DRAWS, TOKENS = 16, 50
 
 ENGINE_OPTS = {
@@ -50,13 +50,13 @@ def measure(bench: Bench, backend: str, options: dict[str, Any]) -> None:
 
     async def during(ask: Callable[[], Awaitable[Any]]) -> int:
         """Steps from asking to the answer, with a long draw under way, which is then cancelled."""
-        long = asyncio.ensure_future(lm.sample(prompt(), LONG, []))
+        long = asyncio.ensure_future(lm.sample(prompt(), SAMPLED_TOKENS, []))
         await asyncio.to_thread(steps.wait_for, 5)
         before = steps.count
         await ask()
         waited = steps.count - before
         if long.done():
-            waited = LONG
+            waited = SAMPLED_TOKENS
         long.cancel()
         await asyncio.gather(long, return_exceptions=True)
         return waited
@@ -79,7 +79,7 @@ def measure(bench: Bench, backend: str, options: dict[str, Any]) -> None:
     }
     for name, ask in cases.items():
         waited = [asyncio.run(during(ask)) for _ in range(repeat)]
-        bench.record(f"{name} during a draw of {LONG} tokens", waited, unit="steps")
+        bench.record(f"{name} during a draw of {SAMPLED_TOKENS} tokens", waited, unit="steps")
     waited = [asyncio.run(first_of_two()) for _ in range(repeat)]
     case = "the first of a draw of 1 and one of 100 tokens asked together"
     bench.record(case, waited, unit="steps")
@@ -96,7 +96,7 @@ def _measure_close(bench: Bench, lm: Any, steps: Any, prompt: list[int]) -> None
         from genlm.core import ModelClosedError
 
         try:
-            asyncio.run(lm.sample(prompt, LONG, []))
+            asyncio.run(lm.sample(prompt, SAMPLED_TOKENS, []))
         except ModelClosedError:
             return
         bench.note("close() during a draw: the draw ran to its end")

@@ -29,10 +29,10 @@ PLUGIN = "ray"
 
 SIZES = (1, 8, 64, 512)
 WAVES = (64, 512)  # the sizes of waves whose CPU time is measured
-CALL = 128  # the most rows that a bare actor returns in one call
+ROWS_PER_CALL = 128  # the most rows that a bare actor returns in one call
 REPLICAS = (1, 2, 4, 8, 16)
-DELAY = 0.02
-WAVE = 64
+STEP_SECONDS = 0.02
+CONTEXTS_PER_REPLICA = 64
 
 new_ids = itertools.count(1)
 
@@ -77,7 +77,9 @@ class Bare:
     def __init__(self, width: int) -> None:
         import numpy as np
 
-        self.rows = np.random.default_rng(0).standard_normal((CALL, width), dtype=np.float32)
+        self.rows = np.random.default_rng(0).standard_normal(
+            (ROWS_PER_CALL, width), dtype=np.float32
+        )
 
     def give(self, n: int) -> Any:
         return self.rows[:n]
@@ -94,7 +96,7 @@ def over_bare_actors(bench: Bench, width: int) -> None:
     own = np.ones((max(WAVES), width), dtype=np.float32)
 
     def rows(contexts: list[list[int]]) -> None:
-        size = min(CALL, len(contexts) // len(actors))
+        size = min(ROWS_PER_CALL, len(contexts) // len(actors))
         starts = range(0, len(contexts), size)
         calls = [actors[start // size % 2].give.remote(size) for start in starts]
         for start, call in zip(starts, calls, strict=True):
@@ -133,13 +135,13 @@ def recover(bench: Bench, replicas: int) -> None:
     import ray
 
     seconds = []
-    with fleet("mock", "mock", replicas, delay=DELAY) as lm:
+    with fleet("mock", "mock", replicas, delay=STEP_SECONDS) as lm:
         for _ in range(2 if bench.quick else 5):
             one = lm.underlying_model[0]
 
             async def ask(contexts: list[list[int]], one: Any = one) -> None:
                 rows = [asyncio.ensure_future(lm.next_token_logprobs(ids)) for ids in contexts]
-                await asyncio.sleep(DELAY / 2)
+                await asyncio.sleep(STEP_SECONDS / 2)
                 ray.kill(one)
                 await asyncio.gather(*rows)
 
@@ -167,7 +169,7 @@ def await_all(lm: Any) -> None:
 def draws_through_a_death(bench: Bench) -> None:
     import ray
 
-    with fleet("mock", "mock", 2, continuous=True, delay=DELAY) as lm:
+    with fleet("mock", "mock", 2, continuous=True, delay=STEP_SECONDS) as lm:
 
         def draws(victim: Any = None) -> float:
             async def ask() -> None:
@@ -175,7 +177,7 @@ def draws_through_a_death(bench: Bench) -> None:
                     asyncio.ensure_future(lm.sample(ids, 75, [], seed=1))
                     for ids in new_contexts(64)
                 ]
-                await asyncio.sleep(DELAY * 20)
+                await asyncio.sleep(STEP_SECONDS * 20)
                 if victim is not None:
                     ray.kill(victim)
                 await asyncio.gather(*asked)
@@ -194,7 +196,7 @@ def draws_through_a_death(bench: Bench) -> None:
 
 
 def scores_at_once(bench: Bench) -> None:
-    with fleet("mock", "mock", 2, delay=DELAY) as lm:
+    with fleet("mock", "mock", 2, delay=STEP_SECONDS) as lm:
 
         def score(contexts: Sequence[Sequence[int]]) -> None:
             async def ask() -> None:
@@ -223,11 +225,11 @@ def attach(bench: Bench) -> None:
 
 def scale(bench: Bench) -> None:
     for replicas in REPLICAS[: 2 if bench.quick else None]:
-        with fleet("mock", "mock", replicas, delay=DELAY) as lm:
+        with fleet("mock", "mock", replicas, delay=STEP_SECONDS) as lm:
             rates = []
-            gather(lm, new_contexts(WAVE * replicas))
+            gather(lm, new_contexts(CONTEXTS_PER_REPLICA * replicas))
             for _ in range(3 if bench.quick else 10):
-                contexts = new_contexts(2 * WAVE * replicas)
+                contexts = new_contexts(2 * CONTEXTS_PER_REPLICA * replicas)
                 began = time.perf_counter()
                 gather(lm, contexts)
                 rates.append(len(contexts) / (time.perf_counter() - began))
@@ -267,7 +269,7 @@ def floor(bench: Bench) -> None:
         width = len(lm.byte_vocab)
     over_bare_actors(bench, width)
     for replicas in REPLICAS[: 2 if bench.quick else None]:
-        rate = WAVE * replicas / DELAY
+        rate = CONTEXTS_PER_REPLICA * replicas / STEP_SECONDS
         bench.record("rows a second of n replicas", rate, unit="rows/s", x=replicas)
 
 

@@ -30,9 +30,9 @@ CONTEXTS = (1, 8, 32)
 LONG_PROGRAM_TOKENS = 1000
 
 #: The lengths at which ``extend`` is measured.
-CURVE = (20, 100, 500)
-OF_CURVE = 4
-BY_LENGTH = f"extend {OF_CURVE} contexts, by length"
+CURVE_TOKENS = (20, 100, 500)
+CURVE_CONTEXTS = 4
+BY_LENGTH = f"extend {CURVE_CONTEXTS} contexts, by length"
 
 #: For each case, the number of contexts and the length of their shared prompt.
 SHARED = ((64, 20), (64, 1000), (64, 4000), (256, 1000), (512, 1000))
@@ -165,8 +165,8 @@ def measure_lengths(
     repeat: int,
 ) -> None:
     """An ``extend`` against the length of the contexts."""
-    for length in CURVE[:1] if bench.quick else CURVE:
-        program = Program(vocabulary, OF_CURVE, length)
+    for length in CURVE_TOKENS[:1] if bench.quick else CURVE_TOKENS:
+        program = Program(vocabulary, CURVE_CONTEXTS, length)
         reset()
         ask(contexts := program.prompts())
         grown = Growing(program, contexts)
@@ -310,9 +310,9 @@ def transformers_floor(bench: Bench, lengths: bool = False) -> None:
                     bench.time(case + after, extend, x=program.n, repeat=12, prepare=mine)
             bench.time("newcomer" + after, with_new_requests, x=program.n, repeat=6, prepare=mine)
             bench.time("ragged" + after, ragged, x=program.n, repeat=6, prepare=mine)
-        curve = CURVE if lengths else ()
+        curve = CURVE_TOKENS if lengths else ()
         for length in curve[:1] if bench.quick else curve:
-            state = run(Program(size, OF_CURVE, length).prompts())
+            state = run(Program(size, CURVE_CONTEXTS, length).prompts())
             mine = functools.partial(copy.deepcopy, state)
-            decode = functools.partial(run, [[5]] * OF_CURVE)
+            decode = functools.partial(run, [[5]] * CURVE_CONTEXTS)
             bench.time(BY_LENGTH, decode, x=length, repeat=12, prepare=mine)

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 PLUGIN = "vllm"
 
-LENGTH = 68
+CONTEXT_TOKENS = 68
 CONTEXTS = (1, 8, 32)
-BLOCK = 32
+BLOCK_TOKENS = 32
 ENGINE = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": 512 << 20}
 RAW = {
-    "block_size": BLOCK,
+    "block_size": BLOCK_TOKENS,
     "enforce_eager": True,
     "max_logprobs": -1,
     "async_scheduling": False,
@@ -62,8 +62,10 @@ def ours(bench: Bench) -> None:
         }
         for n in CONTEXTS:
             source = torch.Generator().manual_seed(n)
-            contexts = torch.randint(len(live.byte_vocab), (n, LENGTH), generator=source).tolist()
-            times, added = stepped(ways, live, contexts, steps=2 if bench.quick else BLOCK)
+            contexts = torch.randint(
+                len(live.byte_vocab), (n, CONTEXT_TOKENS), generator=source
+            ).tolist()
+            times, added = stepped(ways, live, contexts, steps=2 if bench.quick else BLOCK_TOKENS)
             report(bench, n, times, added)
 
 

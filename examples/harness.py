@@ -32,7 +32,7 @@ from genlm.core import AsyncLM, Score, load_model_by_name
 T = TypeVar("T")
 
 #: How many continuations are scored in one call, so that a progress bar moves.
-PART = 64
+CONTINUATIONS_PER_CALL = 64
 
 
 class GenlmLM(TemplateLM):
@@ -99,7 +99,10 @@ class GenlmLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        parts = [requests[i : i + PART] for i in range(0, len(requests), PART)]
+        parts = [
+            requests[i : i + CONTINUATIONS_PER_CALL]
+            for i in range(0, len(requests), CONTINUATIONS_PER_CALL)
+        ]
         return [score for part in self._run(map(self._scored, parts)) for score in part]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
