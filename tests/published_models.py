@@ -4,9 +4,7 @@ rejects it by name, and verification rejects none that an engine serves."""
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,10 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from genlm.core.checks import describe_error
 from genlm.kit.verify.reference import Unanswered
-from genlm.kit.verify.subject import Subject
 from tests.hub_folders import Change, pickled, sharded, stored
 from tests.published_configs import CONFIGS
-from tests.sound_loads import DTYPES, Load, SharedReference, compared, shared_reference
+from tests.sound_loads import Loads, SharedReference
 from tests.sweep import random_model
 from tools.tiny import write_tokenizer
 
@@ -142,50 +139,28 @@ def write(name: str, folder: Path, dtype: str) -> None:
         change(folder)
 
 
-#: How many of the folders are tried with weights of other types, too: each fourth.
-OF_OTHER_TYPES = 4
+#: Each of so many folders is also tried with weights of the other types.
+FOLDERS_PER_OTHER_TYPE = 4
 
 
-class EveryPublishedModel:
+class EveryPublishedModel(Loads):
     """Tests that every folder is computed as transformers reads it, or rejected for the reason
-    given.
+    given. The first type of weights is tried with all folders.
 
     Attributes:
-        load: How the engine loads one.
-        dtypes: The types of weights that it knows; the first is tried with all folders.
         rejected: Parts of the messages of those that it rejects, or that transformers cannot
             compute, by the models' names.
     """
 
-    load: Load
-    dtypes: Sequence[str] = DTYPES
     rejected: Mapping[str, str]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "name" in metafunc.fixturenames:
             first, *others = self.dtypes
             cases = [(name, first) for name in CONFIGS]
-            few = [*CONFIGS][::OF_OTHER_TYPES]
+            few = [*CONFIGS][::FOLDERS_PER_OTHER_TYPE]
             cases += [(name, dtype) for dtype in others for name in few]
             metafunc.parametrize(("name", "dtype"), cases)
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def table(cls, pytestconfig: pytest.Config) -> Iterator[dict[tuple[str, str], str]]:
-        """The outcome of each model, printed at the end."""
-        found: dict[tuple[str, str], str] = {}
-        yield found
-        counts = Counter(f"{dtype} {what.split(':')[0]}" for (_, dtype), what in found.items())
-        lines = [f"{len(found)} folders: {dict(counts)}"]
-        lines += [f"{name:28}{dtype:10}{what}" for (name, dtype), what in found.items()]
-        with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-            print("", *lines, sep="\n")
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def reference(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedReference]:
-        with shared_reference(tmp_path_factory.mktemp("none")) as reference:
-            yield reference
 
     def test_a_folder(
         self,
@@ -195,13 +170,9 @@ class EveryPublishedModel:
         reference: SharedReference,
         tmp_path: Path,
     ) -> None:
-        load: Load = type(self).__dict__["load"]
         write(name, tmp_path, dtype)
-        subject = Subject(model=str(tmp_path), engine="engine", backend="none")
         try:
-            # A closed engine of mlx leaves its thread unusable.
-            with ThreadPoolExecutor(1) as engine_thread:
-                report = engine_thread.submit(compared, subject, load, dtype, reference).result()
+            report = self.compared(tmp_path, dtype, reference)
         except Exception as error:  # transformers' own errors come as they are
             outcome = "no reference" if isinstance(error, Unanswered) else "rejected"
             table[name, dtype] = f"{outcome}: {' '.join(describe_error(error).split()):.300}"

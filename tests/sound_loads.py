@@ -32,37 +32,27 @@ THRESHOLD, MAX_TOKENS = 20, 64
 Load = Callable[[str, str], Any]
 
 
-class EverySoundLoad:
-    """Tests that verification passes a sound model of every family.
+class Loads:
+    """Loads of many small models, each compared with transformers' rows. The outcomes are printed
+    at the end.
 
     Attributes:
-        families: Their types.
-        sweep: How their models are made.
         load: How the engine loads one.
         dtypes: The types of weights that it knows.
-        tried: How many it served in float32 when this was written.
     """
 
-    families: Sequence[str]
-    sweep: Sweep
     load: Load
     dtypes: Sequence[str] = DTYPES
-    tried: int
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if "family" in metafunc.fixturenames:
-            metafunc.parametrize("dtype", self.dtypes)
-            metafunc.parametrize("family", self.families)
 
     @pytest.fixture(scope="class")
     @classmethod
     def table(cls, pytestconfig: pytest.Config) -> Iterator[dict[tuple[str, str], str]]:
-        """The outcome of each model, printed at the end."""
+        """The outcome of each model, by its name and its type of weights."""
         found: dict[tuple[str, str], str] = {}
         yield found
         counts = Counter(f"{dtype} {what.split(':')[0]}" for (_, dtype), what in found.items())
         lines = [f"{len(found)} loads: {dict(counts)}"]
-        lines += [f"{family:20}{dtype:10}{what}" for (family, dtype), what in found.items()]
+        lines += [f"{name:28}{dtype:10}{what}" for (name, dtype), what in found.items()]
         with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
             print("", *lines, sep="\n")
 
@@ -71,6 +61,33 @@ class EverySoundLoad:
     def reference(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedReference]:
         with shared_reference(tmp_path_factory.mktemp("none")) as reference:
             yield reference
+
+    def compared(self, folder: Path, dtype: str, reference: SharedReference) -> Report:
+        """Load a folder and compare its rows. A closed engine of mlx leaves its thread unusable, so
+        each engine has a thread of its own."""
+        subject = Subject(model=str(folder), engine="engine", backend="none")
+        load: Load = type(self).__dict__["load"]
+        with ThreadPoolExecutor(1) as engine_thread:
+            return engine_thread.submit(compared, subject, load, dtype, reference).result()
+
+
+class EverySoundLoad(Loads):
+    """Tests that verification passes a sound model of every family.
+
+    Attributes:
+        families: Their types.
+        sweep: How their models are made.
+        tried: How many it served in float32 when this was written.
+    """
+
+    families: Sequence[str]
+    sweep: Sweep
+    tried: int
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "family" in metafunc.fixturenames:
+            metafunc.parametrize("dtype", self.dtypes)
+            metafunc.parametrize("family", self.families)
 
     def test_a_family(
         self,
@@ -86,13 +103,8 @@ class EverySoundLoad:
             self.sweep.save(model.to(getattr(torch, dtype)), folder)
             if family in self.sweep.made:
                 write_as_on_the_hub(config, folder)
-            subject = Subject(model=str(folder), engine="engine", backend="none")
             try:
-                # A closed engine of mlx leaves its thread unusable.
-                with ThreadPoolExecutor(1) as engine_thread:
-                    report = engine_thread.submit(
-                        compared, subject, type(self).__dict__["load"], dtype, reference
-                    ).result()
+                report = self.compared(folder, dtype, reference)
             except EngineError as error:
                 table[family, dtype] = f"refused: {' '.join(str(error).split()):.300}"
                 continue

@@ -67,7 +67,7 @@ def test_a_step_waits_for_nothing_and_copies_no_more_for_more_requests(
     engine, kinds, copies, n, monkeypatch
 ):
     """Contexts grow, and new ones join."""
-    # As on a GPU, where a look for NaN would wait, and there is none except in float16.
+    # The look for NaN waits for the device. A GPU has it only in float16, a CPU always.
     monkeypatch.setattr(engine.engine, "_nan", None)
     assert most_copies(engine, kinds, n) <= copies
 

@@ -163,7 +163,7 @@ def is_read(family: str, setting: str) -> bool:
 
 def misread(settings: Any) -> str | None:
     """The setting that the installed transformers computes differently from later versions, and
-    from the code with which the model was trained; ``None`` if there is none."""
+    from the code with which the model was trained; ``None`` if it computes all of them alike."""
     groups = getattr(settings, "n_groups", None) or 1
     if settings.model_type == "mamba2" and groups > 1:
         from transformers.models.mamba2 import modeling_mamba2

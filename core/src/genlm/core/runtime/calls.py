@@ -23,7 +23,7 @@ Future = asyncio.Future[T] | concurrent.futures.Future[T]
 
 
 class Call(Generic[T]):
-    """One caller, who waits for the results of some requests.
+    """A call of one caller: requests, the results that have come, and the future that waits.
 
     Args:
         requests: One at least.

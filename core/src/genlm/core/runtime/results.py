@@ -308,7 +308,7 @@ def wrong_tensor(rows: Any, shape: tuple[int, ...]) -> str | None:
 
 
 def wrong_row(row: torch.Tensor, within: float) -> str | None:
-    """The fault in the values of a row; ``None`` if there is none."""
+    """A text that says why a row breaks the contract; ``None`` for a right row."""
     import torch
 
     if torch.isnan(row).any() or (row == float("inf")).any():
@@ -323,7 +323,7 @@ def wrong_row(row: torch.Tensor, within: float) -> str | None:
 
 
 def wrong_draw(ids: Sequence[int], params: SamplingParams, known: int) -> str | None:
-    """The fault in a sample; ``None`` if there is none."""
+    """A text that says why a sample breaks the contract; ``None`` for a right sample."""
     if len(ids) > params.max_tokens:
         return f"{len(ids)} tokens; at most max_tokens={params.max_tokens} were asked"
     if stops := params.stop_token_ids.intersection(ids):
@@ -335,7 +335,7 @@ def wrong_draw(ids: Sequence[int], params: SamplingParams, known: int) -> str | 
 
 
 def wrong_score(score: torch.Tensor) -> str | None:
-    """The fault in the values of a score; ``None`` if there is none."""
+    """A text that says why a score breaks the contract; ``None`` for a right score."""
     if score.isnan().any() or (score > MAX_LOG_MASS).any():
         return "a score that is nan or above 0; scores are log-probabilities"
     return None

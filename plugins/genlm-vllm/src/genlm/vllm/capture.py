@@ -24,8 +24,8 @@ from genlm.vllm.transfer import to_device
 ROW_KEY = "genlm_row"  # str: keep the row under this key
 DRAW_KEY = "genlm_draw"  # str: note under this key whether a row of this draw is NaN
 
-#: How many numbers of the state are looked at together.
-PART = 1 << 20
+#: How many numbers of the state are searched for NaN together.
+PART_NUMBERS = 1 << 20
 
 
 class RowStore:
@@ -163,7 +163,7 @@ def clean_state(worker: Any) -> None:
         if whole.device.type != "cpu":
             whole.zero_()  # the device would be waited for once a part
             continue
-        for part in whole.split(PART):
+        for part in whole.split(PART_NUMBERS):
             # Only what must be overwritten: memory that was never used takes no room.
             if part.dtype.itemsize == 1 or not bool(part.sum().isfinite()):
                 part.zero_()
