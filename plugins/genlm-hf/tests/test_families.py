@@ -129,6 +129,19 @@ def test_eager_attention_of_falcon_is_rejected_with_alibi() -> None:
         HFEngine(model, None)
 
 
+def test_falcon_of_a_folders_own_code_is_not_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such code mostly has eager attention alone, and it may be right."""
+    model = build(configs.FalconConfig(**SHAPE, alibi=True, attn_implementation="eager"))
+    kinds = {type(module) for module in model.modules()}
+    for kind in kinds:
+        if kind.__module__.startswith("transformers.models.falcon."):
+            monkeypatch.setattr(kind, "__module__", "transformers_modules.own.modeling_falcon")
+    engine = HFEngine(model, None)
+    (answer,) = engine.genlm_step([Query((1, 2, 3))], (), engine.vocab_size)
+    assert answer.result.isfinite().all()
+    engine.genlm_close()
+
+
 def test_groups_of_mamba_2_are_rejected_where_transformers_has_none(monkeypatch) -> None:
     """Transformers 5.19 normalises the features of all groups together."""
 

@@ -20,6 +20,9 @@ SLOT_ATTENTION = "genlm_slots"
 #: The keyword argument that carries the layout through the model to slot attention.
 LAYOUT_ARGUMENT = "genlm_layout"
 
+#: The module of transformers' own code of Falcon.
+FALCON = "transformers.models.falcon."
+
 
 def register_slot_attention() -> None:
     """Make ``SLOT_ATTENTION`` known to transformers. Without a layout it is plain attention with
@@ -36,10 +39,11 @@ def use_attention_with_caps(model: Any) -> None:
         model.set_attn_implementation("eager")
 
 
-def require_alibi_once(config: Any) -> None:
+def require_alibi_once(model: torch.nn.Module) -> None:
     """Raises: EngineError: the attention is transformers' eager attention of Falcon, which adds the
-    biases of ALiBi twice."""
-    falcon = getattr(config, "model_type", None) == "falcon"
+    biases of ALiBi twice. The code of a model's own folder is not meant."""
+    config: Any = model.config
+    falcon = [one for one in model.modules() if type(one).__module__.startswith(FALCON)]
     if falcon and config.alibi and config._attn_implementation == "eager":
         raise EngineError(
             "transformers' eager attention of Falcon adds the biases of ALiBi (alibi=True) twice; "

@@ -173,7 +173,7 @@ class HFEngine:
                 "because they were offloaded to disk; load it with a device_map that keeps the "
                 "embeddings in memory"
             )
-        require_alibi_once(model.config)
+        require_alibi_once(model)
         if hasattr(model.config, "model_type") and (setting := misread(model.config)) is not None:
             raise EngineError(
                 f"transformers {transformers.__version__} computes {setting} of {kind} differently "
