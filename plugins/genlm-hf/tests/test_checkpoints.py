@@ -10,13 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    CamembertConfig,
+    CamembertForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+)
 
-from genlm.core import EngineError
+from genlm.core import EngineError, ModelNotFoundError
 from genlm.kit.checkpoints import (
     read_by_transformers,
     require_all_read,
+    require_weights,
 )
 from genlm.kit.loads import Load, Reading, watch_load
 from genlm.kit.settings import is_read
@@ -202,6 +210,20 @@ def test_folder_unknown_to_transformers_is_left_to_the_engine(tmp_path: Path) ->
     write(tmp_path, "consolidated.safetensors", 0.0)
     found = [str(tmp_path / "consolidated.safetensors")]
     assert read_by_transformers(str(tmp_path), found) == found
+
+
+def test_tied_weights_are_present_under_any_of_their_names(tmp_path: Path) -> None:
+    """CamemBERT's output layer comes before the embeddings to which it is tied, so its name is the
+    first of the two; the checkpoint has the other."""
+    model = CamembertForCausalLM(CamembertConfig(**SIZES, max_position_embeddings=16))
+    model.save_pretrained(tmp_path)
+    require_weights(str(tmp_path), model.config)
+    weights = load_file(tmp_path / "model.safetensors")
+    (table,) = (name for name in weights if "word_embeddings" in name)
+    del weights[table]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelNotFoundError, match=r"lacks weights of Camembert.*decoder\.weight"):
+        require_weights(str(tmp_path), model.config)
 
 
 def test_part_of_a_settings_name_does_not_match() -> None:

@@ -144,8 +144,11 @@ def require_weights(model: str, settings: Any) -> None:
     empty = in_transformers(settings) if held else None
     if empty is None:
         return
+    known = held <= set(empty.state_dict())
+    # A checkpoint has tied weights once, under any of their names.
+    held = held.union(*(names for names in tied(empty) if names & held))
     absent = sorted({name for name, _ in empty.named_parameters()} - held)
-    if absent and held <= set(empty.state_dict()):
+    if absent and known:
         raise ModelNotFoundError(
             f"the checkpoint {model!r} lacks weights of {type(empty).__name__}: "
             f"{', '.join(absent[:4])} ({len(absent)} in all); copy or download the whole folder"
