@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from tests.published_models import EveryPublishedModel
 
-from .families import loaded
+from .families import OPTIONS, loaded
 
 #: Families that vLLM does not have, or no longer.
 LACKING = {
@@ -37,11 +39,6 @@ ON_A_GPU = {
     "Qwen 3 Next": "CPU GDN attention requires BF16",
 }
 
-#: Scaled models whose longest context is shorter than the option of these tests.
-SHORT = (
-    "Hunyuan 0.5B", "Llama 2 with dynamic NTK", "Qwen 2.5 with YaRN", "Qwen 3 with YaRN",
-)  # fmt: skip
-
 #: Models with images: these folders have no image processor.
 ALSO_SEE = ("Gemma 3 4B", "LLaVA 1.5", "Mistral Small 3.1", "Qwen 2 VL 2B")
 
@@ -49,7 +46,6 @@ ALSO_SEE = ("Gemma 3 4B", "LLaVA 1.5", "Mistral Small 3.1", "Qwen 2 VL 2B")
 REJECTED: dict[str, str] = {
     **LACKING,
     **ON_A_GPU,
-    **dict.fromkeys(SHORT, "max_model_len (96) is greater than the derived max_model_len"),
     **dict.fromkeys(ALSO_SEE, "failed to be inspected"),
     "Mamba Codestral": "computes n_groups=2 of mamba2 differently from later versions",
     "Phi 3.5 MoE": "lm_head_bias=True of phimoe: vLLM takes False",
@@ -59,9 +55,17 @@ REJECTED: dict[str, str] = {
 }
 
 
+def loaded_in_its_length(folder: str, dtype: str) -> Any:
+    """A model in vLLM, with contexts that are no longer than its configuration says."""
+    settings = json.loads((Path(folder) / "config.json").read_text())
+    longest = min(
+        OPTIONS["max_model_len"], settings.get("max_position_embeddings", OPTIONS["max_model_len"])
+    )
+    return loaded(folder, dtype, {**OPTIONS, "max_model_len": longest})
+
+
 class TestPublishedModels(EveryPublishedModel):
     """With transformers 5.19 and vLLM 0.32."""
 
-    load: Any = loaded
-    dtypes = ("float32", "bfloat16")
+    load: Any = loaded_in_its_length
     rejected = REJECTED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ SIZES = {
 }
 
 
-def loaded(folder: str, dtype: str) -> Any:
+def loaded(folder: str, dtype: str, options: Mapping[str, Any] = OPTIONS) -> Any:
     """A model in vLLM. If vLLM itself rejects it, the error has vLLM's message."""
     gc.freeze()  # freezes what closing the previous model has unfrozen
     try:
@@ -65,7 +65,7 @@ def loaded(folder: str, dtype: str) -> Any:
             # This family would change classes of transformers, from which further models are made.
             patch.object(base, "support_torch_compile", lambda **_: lambda kind: kind),
         ):
-            return load(folder, {"engine_opts": OPTIONS | {"dtype": dtype}})
+            return load(folder, {"engine_opts": {**options, "dtype": dtype}})
     except Exception as error:
         raise EngineError(f"{type(error).__name__}: {error}") from error
 
