@@ -42,6 +42,7 @@ RIGHT = {
 REFUSED = {
     "gpt_bigcode": [{"scale_attn_weights": False}],
     "gpt2": [{"activation_function": "relu"}],
+    "hyperclovax": [{"logits_scaling": 2.0}],  # runs by transformers' code
     "olmo2": [{"hidden_act": "gelu"}],
     "olmoe": [{"norm_topk_prob": True}, {"clip_qkv": 0.3}],
     "opt": [{"activation_function": "silu"}],

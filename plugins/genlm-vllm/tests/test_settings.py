@@ -191,6 +191,15 @@ def test_configuration_function_cannot_bypass_rejected_settings(make_tiny):
         corrections(folder, {"hf_overrides": unchanged})
 
 
+def test_factor_of_logits_is_rejected_where_transformers_code_runs(make_tiny):
+    """vLLM's output layer leaves it out, which its own class of the family applies."""
+    folder = make_tiny("Granite", weights=False, logits_scaling=8.0)
+    assert corrections(folder, {}) == {}
+    said = r"logits_scaling=8.0 of granite: .*model_impl='transformers'; leave that option out"
+    with pytest.raises(EngineError, match=said):
+        corrections(folder, {"model_impl": "transformers"})
+
+
 def test_other_files_beside_the_weights_are_passed_over(make_tiny, load_briefly, tmp_path):
     """vLLM would read every file of safetensors."""
     folder = shutil.copytree(make_tiny("Llama"), tmp_path / "model")

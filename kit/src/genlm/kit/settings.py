@@ -35,6 +35,9 @@ ROPE_NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_f
 #: Rotary settings that stay if the user gives another scaling.
 ROPE_KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
+#: Settings by which transformers' models multiply or divide logits.
+FACTORS_OF_LOGITS = ("lm_head_multiplier", "logits_scaling")
+
 
 @frozen(eq=False)
 class Rotary:
@@ -146,6 +149,16 @@ def in_transformers(settings: Any) -> torch.nn.Module | None:
         log.info("model.unknown", kind=type(settings).__name__, error=describe_error(error)[:200])
         return None
     return model
+
+
+def factor_of_logits(settings: Any) -> str | None:
+    """The setting that scales a model's logits, if that is not 1. Engines that run the layers of
+    transformers' model have an output layer of their own, which leaves such factors out."""
+    for name in FACTORS_OF_LOGITS:
+        value = getattr(settings, name, None)
+        if value not in (None, 1):
+            return f"{name}={value!r}"
+    return None
 
 
 @cache

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 
 from genlm.core.errors import EngineError
-from genlm.kit.settings import Rotary, is_read, layer_type, rope_limits, rotaries, windows
+from genlm.kit.settings import (
+    Rotary,
+    factor_of_logits,
+    is_read,
+    layer_type,
+    rope_limits,
+    rotaries,
+    windows,
+)
 
 #: SGLang's activations, each with the beginnings of transformers' names for it.
 ACTIVATIONS = {"SiluAndMul": ("silu", "swish"), "GeluAndMul": ("gelu",)}
@@ -36,6 +44,9 @@ LEFT_OUT: dict[str, tuple[object, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "scale_attn_weights": (True,),
 }
+
+#: The module of SGLang that runs families with transformers' code, except for the output layer.
+BY_TRANSFORMERS = "sglang.srt.models.transformers"
 
 #: The longest context with right rows, and what SGLang computes wrongly beyond it.
 Limit = tuple[int, str]
@@ -146,6 +157,9 @@ def _refuse_what_is_left_out(model: Any, settings: Any) -> None:
         unread = name not in code and value not in computed
         if (unread or (lost and name == ACTIVATION)) and is_read(settings.model_type, name):
             raise _error(settings, f"{name}={value!r}", "leaves it out")
+    factor = factor_of_logits(settings)
+    if factor is not None and type(model).__module__ == BY_TRANSFORMERS:
+        raise _error(settings, factor, "leaves it out")
 
 
 def _require_whole_keys(model: Any, settings: Any) -> None:

@@ -16,6 +16,7 @@ from genlm.core.logs import get_logger
 from genlm.kit.settings import (
     ROPE_NAMES,
     alike,
+    factor_of_logits,
     is_read,
     language_part,
     overridden,
@@ -164,6 +165,12 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
     by_transformers = engine_opts.get("model_impl") == "transformers"
     if not by_transformers:
         _refuse_what_is_not_read(settings, whole.model_type)
+    elif factor := factor_of_logits(settings):
+        raise EngineError(
+            f"{factor} of {settings.model_type}: vLLM leaves it out with "
+            "model_impl='transformers'; leave that option out, or load the model with "
+            'backend="hf"'
+        )
     longest = engine_opts.get("max_model_len")
     if not isinstance(longest, int) or longest < 0:  # then vLLM chooses
         longest = None
