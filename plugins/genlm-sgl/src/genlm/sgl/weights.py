@@ -14,10 +14,10 @@ from genlm.kit.checkpoints import require_all_read
 from genlm.kit.loads import (
     Load,
     files_of_transformers,
-    replaced,
     require_all_written,
     watch_load,
 )
+from genlm.kit.replacing import replaced
 
 log = get_logger()
 

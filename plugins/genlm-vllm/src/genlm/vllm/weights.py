@@ -12,7 +12,8 @@ import torch
 
 from genlm.core.checks import describe_error
 from genlm.core.errors import UnsupportedError
-from genlm.kit.loads import Load, files_of_transformers, replaced, watch_load
+from genlm.kit.loads import Load, files_of_transformers, watch_load
+from genlm.kit.replacing import replaced
 
 #: The attribute of a loaded model that :func:`load_of` reads.
 LOAD = "genlm_load"
