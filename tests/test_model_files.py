@@ -225,7 +225,13 @@ def test_model_unknown_to_transformers_has_no_settings(tmp_path):
     assert "of nobody" in logs[0]["error"], "and the log says why"
 
 
-def test_folder_of_an_adapter_names_its_base_and_how_to_load_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [[], ["config.json", "training_args.bin"]])
+def test_folder_of_an_adapter_names_its_base_and_how_to_load_it(
+    tmp_path: Path, others: list[str]
+) -> None:
+    """Trainers also write the configuration of the base model there."""
+    for name in (*others, "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     with pytest.raises(ModelNotFoundError, match=r"LoRA adapter .*'org/base'.* add_new_lora\('"):
         require_model(str(tmp_path))

@@ -13,6 +13,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -41,7 +43,7 @@ from genlm.hf import AsyncTransformer
 from genlm.hf.loading import load_pretrained
 from genlm.hf.options import ELSEWHERE, HFOptions
 from tests.left_behind import left_behind
-from tools.tiny import write_tokenizer
+from tools.tiny import write_adapter, write_tokenizer
 
 from .families import small_family
 from .models import build, row_of
@@ -295,6 +297,30 @@ def test_missing_weights_are_rejected(tiny: str, tmp_path: Path, file: str) -> N
         lacking = r"LlamaForCausalLM.*model\.layers\.1\..* and \d+ more"
     with pytest.raises(ModelNotFoundError, match=f"lacks weights of {lacking}; give the whole"):
         load_model_by_name(str(tmp_path), backend="hf")
+
+
+def test_adapter_beside_the_weights_of_a_model_is_not_applied(tiny: str, tmp_path: Path) -> None:
+    """transformers would apply it, once PEFT is installed; it may be merged into the weights."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    write_adapter(tiny, folder, seed=1)
+    with capture_logs() as logs, load_model_by_name(str(folder), backend="hf") as lm:
+        plain = lm.next_token_logprobs_sync(CONTEXT)
+        lm.add_new_lora(str(folder), "beside")
+        adapted = lm.next_token_logprobs_sync(CONTEXT, lora_name="beside")
+    torch.testing.assert_close(plain, expected(tiny))
+    assert (adapted - plain).abs().max() > 0.1
+    (said,) = [log for log in logs if log["event"] == "adapter.passed_over"]
+    assert (said["log_level"], said["folder"]) == ("warning", str(folder))
+
+
+def test_missing_weights_beside_an_adapter_are_rejected(tiny: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    write_adapter(tiny, folder, seed=1)
+    held = load_file(folder / "model.safetensors")
+    del held["model.layers.1.mlp.up_proj.weight"]
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelNotFoundError, match=r"lacks weights of .*layers\.1\.mlp\.up_proj"):
+        load_model_by_name(str(folder), backend="hf")
 
 
 @pytest.mark.parametrize("is_cached", [False, True])

@@ -41,7 +41,7 @@ from genlm.kit.verify.transformers_rows import (
     offloads_whole_models,
 )
 from tests.conftest import install  # noqa: F401
-from tools.tiny import write_tokenizer
+from tools.tiny import write_adapter, write_tokenizer
 
 SIZES = {
     "vocab_size": 258, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -286,6 +286,13 @@ def test_adapters_are_compared_with_those_of_peft(tiny, lora_folders, capsys):
     plain, adapted = capsys.readouterr().out.split("with the adapter")
     assert "right  short contexts" in plain
     assert "right  short contexts" in adapted
+
+
+def test_adapter_beside_the_weights_is_no_part_of_the_model(biased: Path, tmp_path: Path) -> None:
+    """As in the engines; the reference would apply it, with PEFT."""
+    folder = shutil.copytree(biased, tmp_path / "model")
+    write_adapter(str(biased), folder, seed=1)
+    load_verified(subject(folder), True, lambda name: Other.with_(biased))
 
 
 PLUGIN = """

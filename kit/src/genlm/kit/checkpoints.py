@@ -18,7 +18,8 @@ import torch
 from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError, ModelNotFoundError
 from genlm.core.logs import get_logger
-from genlm.kit.model_files import require_object
+from genlm.kit.model_files import ADAPTER, holds_weights, require_object
+from genlm.kit.replacing import replaced
 from genlm.kit.settings import in_transformers
 
 log = get_logger()
@@ -63,6 +64,28 @@ def read_by_transformers(folder: str, found: Sequence[str]) -> list[str]:
         "weights.passed_over", folder=folder, files=others, why="transformers does not read them"
     )
     return files
+
+
+@contextmanager
+def without_adapter(folder: Path | None) -> Iterator[None]:
+    """Inside the block, transformers loads the model of a folder without the LoRA adapter that lies
+    beside its weights. The log names the folder.
+
+    With PEFT installed, transformers would apply the adapter, and say nothing of weights that the
+    model lacks. The adapter may be merged into the weights already, and other engines pass over it.
+
+    Args:
+        folder: The model's folder; ``None`` if it is not known.
+    """
+    from transformers.utils import is_peft_available
+
+    beside = folder is not None and (folder / ADAPTER).is_file() and holds_weights(folder)
+    if not (beside and is_peft_available()):
+        yield
+        return
+    log.warning("adapter.passed_over", folder=str(folder), apply="lm.add_new_lora(folder, name)")
+    with replaced("transformers.", "is_peft_available", is_peft_available, lambda: False):
+        yield
 
 
 def require_all_read(

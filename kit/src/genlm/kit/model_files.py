@@ -21,6 +21,12 @@ HUB_PAGE = re.compile(rf"https?://(?:www\.)?huggingface\.co/({HUB_NAME.pattern})
 #: Patterns of files, one of which a folder must have, for most tokenizers.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
 
+#: Patterns of files that hold weights, or name such files.
+WEIGHTS = ("*.safetensors", "pytorch_model*", "*.gguf", "*.index.json")
+
+#: The configuration of a LoRA adapter.
+ADAPTER = "adapter_config.json"
+
 #: The beginning of a pointer file, which Git has in place of a large file.
 LFS_POINTER = b"version https://git-lfs"
 
@@ -59,6 +65,8 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
                 f"the folder {str(name)!r} holds no {' or '.join(files)}; give the folder of a "
                 f"model; this one holds {listed or 'nothing'}"
             )
+        if not holds_weights(path):
+            _refuse_adapter(path)
         _require_whole(path)
     elif path.suffix in (".json", ".safetensors", ".bin") and path.is_file():
         raise ModelNotFoundError(f"{str(name)!r} is one file of a model; give its folder")
@@ -68,9 +76,15 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
         _require_on_hub(str(name), files)
 
 
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder has files of weights of a model, and not of an adapter alone."""
+    found = (file for pattern in WEIGHTS for file in folder.glob(pattern))
+    return any(not file.name.startswith("adapter") for file in found)
+
+
 def _refuse_adapter(folder: Path) -> None:
-    """Raises: ModelNotFoundError: the folder holds a LoRA adapter, and no model."""
-    if not (file := folder / "adapter_config.json").is_file():
+    """Raises: ModelNotFoundError: the folder, which holds no model, holds a LoRA adapter."""
+    if not (file := folder / ADAPTER).is_file():
         return
     base = require_object(file).get("base_model_name_or_path")
     raise ModelNotFoundError(

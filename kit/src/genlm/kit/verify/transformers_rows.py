@@ -23,6 +23,7 @@ import torch
 from attrs import evolve, frozen
 
 from genlm.core.checks import describe_error
+from genlm.kit.checkpoints import without_adapter
 from genlm.kit.scaled_copy import FACTORS, small_model, thresholds
 from genlm.kit.settings import misread
 from genlm.kit.verify import contexts, guilty
@@ -349,7 +350,8 @@ def _loaded(key: bytes) -> Any:
         options |= {"device_map": {"": "disk"}, "offload_folder": source.scratch}
     known = type(config) in AutoModelForCausalLM._model_mapping
     kind = AutoModelForCausalLM if known else AutoModelForMultimodalLM
-    model, found = kind.from_pretrained(source.folder, config=copy.deepcopy(config), **options)
+    with without_adapter(Path(source.folder)):
+        model, found = kind.from_pretrained(source.folder, config=copy.deepcopy(config), **options)
     missing = {*found["missing_keys"], *map(str, found["mismatched_keys"])}
     if missing:
         raise CannotCompute(

@@ -29,7 +29,7 @@ from genlm.core.logs import get_logger
 from genlm.core.options import unknown_argument
 from genlm.hf.gguf_files import GGUFFile
 from genlm.hf.options import ELSEWHERE, FROM_PRETRAINED, HFOptions
-from genlm.kit.checkpoints import weight_files
+from genlm.kit.checkpoints import weight_files, without_adapter
 from genlm.kit.model_files import local_folder, require_tokenizer
 from genlm.kit.tokenizer_files import follow_file
 
@@ -97,7 +97,8 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
         file.complete(arguments["config"])
     arguments["output_loading_info"] = True
     try:
-        model, found = _from_pretrained(name, arguments)
+        with without_adapter(_folder(name, source)):
+            model, found = _from_pretrained(name, arguments)
     except TypeError as error:
         _refuse_argument(error, options.hf_opts)
         raise
@@ -167,14 +168,18 @@ def _load_tokenizer(name: str, source: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
+def _folder(name: str, source: Mapping[str, Any]) -> Path | None:
+    """The model's folder, or that in the hub's cache; ``None`` if there is none."""
+    found = local_folder(name, source.get("revision"), source.get("cache_dir"))
+    return None if found is None else found / (source.get("subfolder") or "")
+
+
 def _require_weight_files(name: str, source: Mapping[str, Any], error: OSError) -> None:
     """Raises: ModelNotFoundError: the model's folder, or that in the hub's cache, lacks all of its
     weights or some of their files. For the hub's cache, transformers' ``error`` says why they were
     not downloaded: the disk may be full."""
-    found = local_folder(name, source.get("revision"), source.get("cache_dir"))
-    if found is None:
+    if (folder := _folder(name, source)) is None:
         return
-    folder = found / (source.get("subfolder") or "")
     named = weight_files(folder)
     lacking = [file.name for file in named if not file.is_file()]
     if lacking or not any(next(folder.glob(file), None) for file in WEIGHTS):
