@@ -139,7 +139,6 @@ BIAS, EXPERT = "model.layers.0.self_attn.q_proj.bias", "block_sparse_moe.experts
 MATTERS = [
     (LlamaConfig(**SIZES, attention_bias=True), {BIAS: (8,)}, BIAS),
     (LlamaConfig(**SIZES, attention_bias=True), {f"language_model.{BIAS}": (8,)}, BIAS),
-    (LlamaConfig(**SIZES), {BIAS: (8,)}, None),
     (LlamaConfig(**SIZES), {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}, None),
     (LlamaConfig(**SIZES), {"model.vision_tower.layers.0.self_attn.q_proj.bias": (8,)}, None),
     (LlamaConfig(**SIZES), {"model.layers.7.mlp.up_proj.weight": (8, 8)}, None),
@@ -155,6 +154,35 @@ def test_unread_tensor_is_rejected_if_transformers_reads_it(
         return require_all_read(unread, "a model", None, settings, "Engine")
     with pytest.raises(EngineError, match=rf"{named} \(1 weights .*Engine leaves .*backend='hf'"):
         require_all_read(unread, "a model", None, settings, "Engine")
+
+
+NO_PLACE = [
+    {BIAS: (8,)},
+    {"language_model.layers.0.self_attn.q_norm.weight": (4,)},
+    {"model.layers.0.self_attn.q_proj.lora_A.default.weight": (4, 8)},
+    {"lm_head.bias": (16,)},
+]
+
+
+@pytest.mark.parametrize("unread", NO_PLACE)
+def test_weight_without_a_place_in_its_layer_is_rejected(unread: dict[str, Any]) -> None:
+    (name,) = unread
+    said = rf"has {name} \(1 such .* LlamaForCausalLM has no place .*correct config\.json"
+    with pytest.raises(EngineError, match=said):
+        require_all_read(unread, "a model", None, LlamaConfig(**SIZES), "Engine")
+
+
+OLD_BUFFERS = {
+    "model.layers.0.self_attn.bias": (1, 1, 16, 16),
+    "model.layers.0.self_attn.masked_bias": (),
+    "model.layers.0.self_attn.k_scale": (1,),
+    "v_head.summary.weight": (1, 8),
+    "mtp.layers.0.mlp.up_proj.weight": (8, 8),
+}
+
+
+def test_buffers_and_further_heads_have_no_place_and_are_accepted() -> None:
+    require_all_read(OLD_BUFFERS, "a model", None, LlamaConfig(**SIZES), "Engine")
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model."])

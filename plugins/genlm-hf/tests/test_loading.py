@@ -50,6 +50,7 @@ from .models import build, row_of
 from .shapes import SHAPE, TOKENS
 
 CONTEXT = [104, 101, 108, 108, 111]
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def loaded(folder: str) -> tuple[Any, Any]:
@@ -299,6 +300,54 @@ def test_missing_weights_are_rejected(tiny: str, tmp_path: Path, file: str) -> N
         load_model_by_name(str(tmp_path), backend="hf")
 
 
+def altered(folder: str, to: Path, **settings: Any) -> str:
+    """A copy of a folder with other settings in its ``config.json``."""
+    copy = shutil.copytree(folder, to)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | settings))
+    return str(copy)
+
+
+@pytest.mark.parametrize(("value", "outcome"), [(0.5, "rejected"), (0.0, "served")])
+def test_biases_for_layers_that_have_none_are_rejected(
+    tiny: str, tmp_path: Path, value: float, outcome: str
+) -> None:
+    """transformers would leave them out; biases of zeros, as some quantisers write, change
+    nothing."""
+    folder = Path(altered(tiny, tmp_path / "biased"))
+    held = load_file(folder / "model.safetensors")
+    held["model.layers.1.mlp.up_proj.bias"] = torch.full((held[UP].shape[0],), value)
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    if outcome == "served":
+        with load_model_by_name(str(folder), backend="hf") as lm:
+            torch.testing.assert_close(lm.next_token_logprobs_sync(CONTEXT), expected(tiny))
+        return
+    said = r"has model\.layers\.1\.mlp\.up_proj\.bias \(1 such .* has no place .*correct config"
+    with pytest.raises(EngineError, match=said):
+        load_model_by_name(str(folder), backend="hf")
+
+
+SCALING = {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize("theta", [None, 777.0])
+def test_rotary_settings_under_both_names_are_rejected_if_one_is_dropped(
+    tiny: str, tmp_path: Path, theta: float | None
+) -> None:
+    """transformers takes ``rope_scaling`` in place of what it has written itself."""
+    scaling = SCALING if theta is None else {**SCALING, "rope_theta": theta}
+    written = {"rope_type": "default", "rope_theta": 777.0}
+    folder = altered(tiny, tmp_path / "scaled", rope_parameters=written, rope_scaling=scaling)
+    if theta is None:
+        said = r"rope_parameters and rope_scaling: .* drops rope_theta=777\.0 .*write what"
+        with pytest.raises(EngineError, match=said):
+            load_model_by_name(folder, backend="hf")
+        return
+    once = altered(tiny, tmp_path / "once", rope_parameters={**SCALING, "rope_theta": 777.0})
+    with load_model_by_name(folder, backend="hf") as lm:
+        torch.testing.assert_close(lm.next_token_logprobs_sync(CONTEXT), expected(once))
+
+
 def test_adapter_beside_the_weights_of_a_model_is_not_applied(tiny: str, tmp_path: Path) -> None:
     """transformers would apply it, once PEFT is installed; it may be merged into the weights."""
     folder = shutil.copytree(tiny, tmp_path / "model")
@@ -317,7 +366,7 @@ def test_missing_weights_beside_an_adapter_are_rejected(tiny: str, tmp_path: Pat
     folder = shutil.copytree(tiny, tmp_path / "model")
     write_adapter(tiny, folder, seed=1)
     held = load_file(folder / "model.safetensors")
-    del held["model.layers.1.mlp.up_proj.weight"]
+    del held[UP]
     save_file(held, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelNotFoundError, match=r"lacks weights of .*layers\.1\.mlp\.up_proj"):
         load_model_by_name(str(folder), backend="hf")

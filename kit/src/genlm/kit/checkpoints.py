@@ -7,11 +7,13 @@ over names that their classes do not have.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 
@@ -119,6 +121,61 @@ def require_all_read(
             f"which transformers reads, and {engine} leaves them out of {settings.model_type}; "
             "load it with backend='hf'"
         )
+    require_places(model, empty, {held: unread[held] for held in left_out.values()})
+
+
+def require_places(model: str, loaded: torch.nn.Module, unread: Shapes) -> None:
+    """Reject a checkpoint with weights for parts of a model that have no place for them, such as a
+    bias, a norm of queries or a LoRA matrix in a layer without one. The configuration then is of
+    another model than the weights.
+
+    Further layers, heads and towers are no such parts: a configuration may leave them out.
+
+    Args:
+        model: What the user gave.
+        loaded: The model that transformers makes of the configuration.
+        unread: The shapes of tensors that it does not take, by name, without those of zeros.
+
+    Raises:
+        EngineError: there are such weights.
+    """
+    strange = [name for name, shape in unread.items() if _has_no_place(loaded, name, shape)]
+    if strange:
+        raise EngineError(
+            f"the checkpoint {model!r} has {strange[0]} ({len(strange)} such weights in all), for "
+            f"which {type(loaded).__name__} has no place with the settings of its config.json; "
+            "correct config.json, or remove these weights from the checkpoint"
+        )
+
+
+def _has_no_place(loaded: torch.nn.Module, name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor looks like a weight of one of the parts of a model that cannot be left out,
+    and is none."""
+    ignored = getattr(loaded, "_keys_to_ignore_on_load_unexpected", None) or ()
+    # Old checkpoints also hold masks, of four dimensions, and scales of quantised caches.
+    plain = name.endswith((".weight", ".bias")) and len(shape) in (1, 2)
+    if not plain or any(re.search(pattern, name) for pattern in ignored):
+        return False
+    parts, known = dict(loaded.named_modules()), loaded.state_dict().keys()
+    prefix = f"{getattr(loaded, 'base_model_prefix', '')}."
+    alone = _of_language(name)
+    names = {name, alone, prefix + name, prefix + alone}
+    return not names & known and any(_is_part(parts, one.rpartition(".")[0]) for one in names)
+
+
+def _is_part(parts: Mapping[str, torch.nn.Module], owner: str) -> bool:
+    """Whether the nearest module with the beginning of a name is a layer, inside of one, or has no
+    modules of its own."""
+    while owner and owner not in parts:
+        owner = owner.rpartition(".")[0]
+    in_a_layer = any(part.isdecimal() for part in owner.split("."))
+    return in_a_layer or bool(owner and not any(parts[owner].children()))
+
+
+def unread_in(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """The shapes of those tensors of a checkpoint, by name, that are not all zeros."""
+    found = _tensors(weight_files(folder), {*names})
+    return {name: tuple(each.shape) for name, each in found if bool(each.count_nonzero())}
 
 
 def require_same(folder: Path | None, settings: Any, names: Iterable[str], engine: str) -> None:
@@ -199,7 +256,8 @@ def _tensors(files: Iterable[Path], wanted: set[str]) -> Iterator[tuple[str, tor
                 for name in filter(is_wanted, opened.keys()):
                     yield name, opened.get_tensor(name)
         else:
-            for name, tensor in torch.load(file, weights_only=True, mmap=True).items():
+            mapped = is_zipfile(file)  # files of early versions of PyTorch are not
+            for name, tensor in torch.load(file, weights_only=True, mmap=mapped).items():
                 if is_wanted(name):
                     yield name, tensor
 

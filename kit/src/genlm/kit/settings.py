@@ -19,6 +19,7 @@ import torch
 from attrs import frozen
 
 from genlm.core.checks import describe_error
+from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 
 log = get_logger()
@@ -65,13 +66,47 @@ def settings_of(name: str | Path, revision: str | None = None) -> Any:
 def whole_settings_of(name: str | Path, revision: str | None = None) -> Any:
     """The settings of the whole folder. In those of a multimodal model, the settings of the
     language model are a part."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     try:
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        whole = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        given, _ = PretrainedConfig.get_config_dict(name, revision=revision)
     except Exception as error:  # a class may raise any exception for unexpected values
         log.info("settings.unknown", model=str(name), error=str(error)[:200])
         return None
+    require_one_rotary(str(name), given, whole)
+    return whole
+
+
+def require_one_rotary(model: str, given: Mapping[str, Any], settings: Any) -> None:
+    """Reject a ``config.json`` with rotary settings under both of their names, if transformers
+    drops some: it takes ``rope_scaling`` in place of ``rope_parameters``. Who follows the advice of
+    a model's page to add the first may not know that transformers 5 has written the second.
+
+    Args:
+        model: The folder or hub name that the user gave.
+        given: The contents of the file.
+        settings: What transformers makes of it.
+
+    Raises:
+        EngineError: a setting is dropped.
+    """
+    for part in getattr(settings, "sub_configs", {}):
+        if isinstance(inner := given.get(part), Mapping):
+            require_one_rotary(model, inner, getattr(settings, part, None))
+    old, new = (given.get(name) for name in ROPE_NAMES[:2])
+    if not (old and new):
+        return
+    taken = rope_parameters(settings)
+    for kind, one in _by_kind(old).items():
+        kept = taken.get(kind) or taken.get(None) or {}
+        lost = [name for name in ROPE_KEPT if name in one and one[name] != kept.get(name)]
+        if lost:
+            raise EngineError(
+                f"config.json of {model!r} has rope_parameters and rope_scaling: transformers "
+                f"takes the second alone, and drops {lost[0]}={one[lost[0]]!r} of the first; write "
+                "what rope_scaling says into rope_parameters, and remove rope_scaling"
+            )
 
 
 def language_part(whole: Any) -> str | None:
@@ -196,9 +231,14 @@ def alike(value: object, other: object) -> bool:
 
 def rope_parameters(settings: Any) -> dict[str | None, dict[str, Any]]:
     """The rotary settings of each type of layer; under ``None`` if all have the same."""
-    parameters = getattr(settings, "rope_parameters", None) or {}
-    nested = {kind: given for kind, given in parameters.items() if isinstance(given, dict)}
-    return nested or {None: parameters}
+    return _by_kind(getattr(settings, "rope_parameters", None) or {})
+
+
+def _by_kind(parameters: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
+    nested: dict[str | None, dict[str, Any]] = {
+        kind: given for kind, given in parameters.items() if isinstance(given, dict)
+    }
+    return nested or {None: dict(parameters)}
 
 
 def rope_reach(settings: Any, longest: int, *types: str) -> int:

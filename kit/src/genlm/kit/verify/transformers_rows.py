@@ -25,7 +25,7 @@ from attrs import evolve, frozen
 from genlm.core.checks import describe_error
 from genlm.kit.checkpoints import without_adapter
 from genlm.kit.scaled_copy import FACTORS, small_model, thresholds
-from genlm.kit.settings import misread
+from genlm.kit.settings import misread, require_one_rotary
 from genlm.kit.verify import contexts, guilty
 from genlm.kit.verify.contexts import Chosen, Group
 
@@ -293,6 +293,7 @@ def configuration(source: Source) -> Any:
         config = CONFIG_MAPPING[merged["model_type"]].from_dict(merged)
     else:
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+        require_one_rotary(source.folder, settings, config)
     if (setting := misread(config)) is not None:
         raise CannotCompute(
             f"transformers {version('transformers')} computes {setting} of {family} differently "

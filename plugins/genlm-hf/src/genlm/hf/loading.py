@@ -29,8 +29,14 @@ from genlm.core.logs import get_logger
 from genlm.core.options import unknown_argument
 from genlm.hf.gguf_files import GGUFFile
 from genlm.hf.options import ELSEWHERE, FROM_PRETRAINED, HFOptions
-from genlm.kit.checkpoints import weight_files, without_adapter
+from genlm.kit.checkpoints import (
+    require_places,
+    unread_in,
+    weight_files,
+    without_adapter,
+)
 from genlm.kit.model_files import local_folder, require_tokenizer
+from genlm.kit.settings import ROPE_NAMES, require_one_rotary
 from genlm.kit.tokenizer_files import follow_file
 
 logger = get_logger()
@@ -108,7 +114,10 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     except ValueError:
         _require_known_family(name, source)
         raise
+    if not {"config", "gguf_file", *ROPE_NAMES} & arguments.keys():
+        require_one_rotary(name, _config_file(name, source), model.config)
     _require_weights(name, model, found)
+    _require_places(name, model, found, source)
     if file is not None:
         file.correct(model)
     if device is not None:
@@ -190,6 +199,15 @@ def _require_weight_files(name: str, source: Mapping[str, Any], error: OSError) 
         )
 
 
+def _config_file(name: str, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of the model's ``config.json``; empty if it has none."""
+    where = {key: value for key, value in source.items() if key not in (TRUST, "gguf_file")}
+    try:
+        return dict(PretrainedConfig.get_config_dict(name, **where)[0])
+    except OSError:  # there is no such folder, or it has no configuration
+        return {}
+
+
 def _require_known_family(name: str, source: Mapping[str, Any]) -> None:
     """Explain why transformers fails on a model: it does not have the family, and the code of the
     folder's own is not trusted.
@@ -197,11 +215,7 @@ def _require_known_family(name: str, source: Mapping[str, Any]) -> None:
     Raises:
         EngineError: that is the reason.
     """
-    where = {key: value for key, value in source.items() if key not in (TRUST, "gguf_file")}
-    try:
-        settings, _ = PretrainedConfig.get_config_dict(name, **where)
-    except OSError:  # there is no such folder, or it has no configuration
-        return
+    settings = _config_file(name, source)
     family = settings.get("model_type")
     if "auto_map" in settings and family not in CONFIG_MAPPING and not source.get(TRUST):
         raise EngineError(
@@ -222,6 +236,17 @@ def _require_weights(name: str, model: Any, found: Mapping[str, Any]) -> None:
             f"random: {', '.join(missing[:3])}{more}; give the whole checkpoint of a causal "
             "language model"
         )
+
+
+def _require_places(
+    name: str, model: Any, found: Mapping[str, Any], source: Mapping[str, Any]
+) -> None:
+    """Raises: EngineError: the checkpoint has weights for parts of the model that have no place for
+    them."""
+    folder, unread = _folder(name, source), found["unexpected_keys"]
+    # Methods of quantisation leave out names of their own.
+    if folder is not None and unread and not hasattr(model, "hf_quantizer"):
+        require_places(name, model, unread_in(folder, unread))
 
 
 def _place(arguments: dict[str, Any], options: HFOptions) -> str | None:
