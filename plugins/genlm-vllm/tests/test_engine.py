@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm
+from packaging.version import Version
 from structlog.testing import capture_logs
 from vllm.v1.engine.exceptions import EngineDeadError as DeadEngine
 
@@ -20,7 +22,7 @@ from genlm.core.options import CoreOptions
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.types import Query, SamplingParams, ScoreRequest
 from genlm.vllm import in_flight, internals
-from genlm.vllm.internals import logits_processor_interfaces
+from genlm.vllm.internals import ids_by_position, logits_processor_interfaces
 from genlm.vllm.loading import load
 from genlm.vllm.rows import LocalRows
 from genlm.vllm.scoring import cheaper_as_requests
@@ -325,6 +327,17 @@ def test_scores_over_several_steps_are_the_entries_of_rows(engine):
     for score, begun, at in (*((scores[0], ids, at) for at in (0, 78, 155)), (scores[1], other, 0)):
         (row,) = engine.ask(Query(begun + drawn[:at], cold=True))
         assert float(score[at]) == pytest.approx(float(row[drawn[at]]), abs=ATOL)
+
+
+def test_ids_to_score_differ_by_position_where_vllm_takes_an_array():
+    """vLLM 0.31 takes one list for all positions."""
+
+    class Of031:
+        prompt_logprob_token_ids: list[int] | None = None
+
+    assert not ids_by_position(Of031)
+    assert not ids_by_position(object), "0.30 has no such parameter"
+    assert ids_by_position(vllm.SamplingParams) == (Version(vllm.__version__) >= Version("0.32"))
 
 
 def test_scores_of_tokens_with_kept_state_are_right(engine):

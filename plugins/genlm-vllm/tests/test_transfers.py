@@ -11,6 +11,7 @@ import torch
 
 from genlm.core.types import Query, SampleRequest, SamplingParams, ScoreRequest
 from genlm.vllm.capture import ROW_KEY, RowCapture, RowStore
+from genlm.vllm.internals import ids_by_position
 from genlm.vllm.scoring import scores
 from tools.transfers import META, Counts, Transfers, counted
 
@@ -67,6 +68,11 @@ def test_a_step_waits_for_nothing_and_copies_no_more_for_more_requests(
     engine, kinds, copies, n, monkeypatch
 ):
     """Contexts grow, and new ones join."""
+    import vllm
+
+    runs_v2 = vllm.envs.VLLM_USE_V2_MODEL_RUNNER
+    if "scores" in kinds and runs_v2 and not ids_by_position(vllm.SamplingParams):
+        pytest.skip("before 0.32, vLLM's runner V2 copies the log-probabilities of each score")
     # The look for NaN waits for the device. A GPU has it only in float16, a CPU always.
     monkeypatch.setattr(engine.engine, "_nan", None)
     assert most_copies(engine, kinds, n) <= copies

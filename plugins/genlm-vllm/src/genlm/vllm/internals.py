@@ -50,6 +50,8 @@ REQUEST_FIELDS = (
 SCORES = "new_prompt_logprobs_tensors"
 OUTPUT_FIELDS = ("request_id", "new_token_ids", "finish_reason", SCORES)
 OF_OUTPUTS = attrgetter(*OUTPUT_FIELDS[:3])
+#: The parameter with which a request chooses the prompt tokens whose log-probabilities it wants.
+SCORED_IDS = "prompt_logprob_token_ids"
 #: The field in which vLLM returns the log-probabilities of chosen prompt tokens, if it can.
 SCORES_BY_ID = "prompt_token_id_logprobs"
 
@@ -90,7 +92,7 @@ class EngineCore:
     """
 
     def __init__(self, llm: Any, stream: EngineStream) -> None:
-        from vllm import envs
+        from vllm import SamplingParams, envs
         from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
         self._llm, self._stream = llm, stream
@@ -125,6 +127,7 @@ class EngineCore:
             runs_v2
             and not getattr(config.cache_config, "kv_sharing_fast_prefill", False)
             and SCORES_BY_ID in EngineCoreOutput.__struct_fields__
+            and ids_by_position(SamplingParams)
         )
         self._scores = attrgetter(SCORES_BY_ID if self.scores_by_id else SCORES)
         self.vocab_size: int = _require(config, "model_config.get_vocab_size")()
@@ -363,6 +366,17 @@ def footprint_of(groups: Sequence[tuple[int, int, bool]], block_size: int) -> Ca
         return sum(blocks) * block_size
 
     return footprint
+
+
+def ids_by_position(params: type) -> bool:
+    """Whether a request can choose other tokens at each position of its prompt. The one list that
+    vLLM 0.31 takes is for all positions: the model runner cannot use ids of each position for a
+    prompt that it computes in several steps.
+
+    Args:
+        params: vLLM's class of sampling parameters.
+    """
+    return "ndarray" in str(getattr(params, "__annotations__", {}).get(SCORED_IDS))
 
 
 def _of_chosen_tokens(found: Any) -> torch.Tensor | None:
