@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
     Phi3Config,
@@ -113,9 +114,22 @@ GEMMA = {
 }
 GEMMA_SIZES = {
     **SIZES, "tie_word_embeddings": True, "head_dim": 16, "sliding_window": 12,
-    "query_pre_attn_scalar": 256, "layer_types": ["sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
 PLAIN = {"rope_type": "default", "rope_theta": 777.0}
+
+
+def gemma2(layers: int, scale: int) -> tuple[str, Any, dict[str, Any]]:
+    """As the two published sizes: the file does not say by how much queries are scaled."""
+    config = Gemma2Config(
+        **{**GEMMA_SIZES, "num_hidden_layers": layers, "head_dim": 8, "layer_types": None}
+        | {"query_pre_attn_scalar": scale, "rope_parameters": {**PLAIN, "rope_theta": 1e4}}
+    )
+    keys = ("attention.key_length", "attention.value_length")
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return "gemma2", config, {**dict.fromkeys(keys, 8), "attention.sliding_window": 12, **caps}
+
+
 #: Configurations by llama.cpp's architecture, and the further keys that it writes.
 SAID: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "llama 3.1": ("llama", LlamaConfig(**SIZES, rope_parameters=LLAMA3), {}),
@@ -166,6 +180,8 @@ SAID: dict[str, tuple[str, Any, dict[str, Any]]] = {
             "attention.value_length": 16,
         },
     ),
+    "gemma2 of 9 billion weights, scaled by the head size": gemma2(layers=2, scale=8),
+    "gemma2 of 27 billion weights, scaled by the width": gemma2(layers=46, scale=16),
 }
 
 
@@ -214,7 +230,7 @@ def write(
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             values = values.reshape(-1, 2, size // 2, *values.shape[1:]).swapaxes(1, 2)
             values = values.reshape(tensor.shape)
-        if architecture == "gemma3" and name.endswith("norm.weight"):
+        if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             values = values + 1
         own, _, kind = name.rpartition(".")
         writer.add_tensor(f"{names.get_name(own)}.{kind}", np.ascontiguousarray(values))

@@ -57,6 +57,10 @@ BIASES = {"attention_bias": "attn_", "mlp_bias": "ffn_"}
 #: Architectures whose keys transformers reads completely; their files are not changed here.
 UNCHANGED_ARCHITECTURES = ("gpt-oss", "lfm2", "qwen35", "qwen35moe", "t5", "t5encoder")
 
+#: The architectures in which llama.cpp scales queries by the head size, except in the model with so
+#: many layers, in which it scales them by the width for each head.
+SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+
 #: The names of the tensors with the long and the short factors of Phi 3.
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 FREQUENCIES = "rope_freqs.weight"
@@ -127,6 +131,7 @@ class GGUFFile:
         if self.architecture in UNCHANGED_ARCHITECTURES:
             return
         self._set_rope(config)
+        self._set_scale(config)
         lost = [f"{key}={safe_repr(value)}" for key, value in self._lost_settings(config)]
         lost += self._lost_tensors(config)
         if lost:
@@ -155,6 +160,15 @@ class GGUFFile:
             for name in ("inv_freq", "original_inv_freq"):
                 if (frequencies := getattr(rotary, name, None)) is not None:
                     setattr(rotary, name, frequencies / self._factors.to(frequencies.device))
+
+    def _set_scale(self, config: Any) -> None:
+        """Set the number by whose root queries are divided, which files do not contain."""
+        if (layers := SCALED_BY_WIDTH.get(self.architecture)) is None:
+            return
+        by_width = config.num_hidden_layers == layers
+        config.query_pre_attn_scalar = (
+            config.hidden_size // config.num_attention_heads if by_width else config.head_dim
+        )
 
     # --- rotary embeddings ------------------------------------------------------------------------
 
