@@ -114,6 +114,23 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
+GRANITE = {"logits_scaling": 4.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5}
+
+
+def test_the_class_of_the_family_is_served(make_tiny, load_briefly):
+    """transformers goes by ``model_type``, vLLM by ``architectures``."""
+    folder = Path(make_tiny("Granite", **GRANITE))
+    said = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(said.replace("GraniteForCausalLM", "LlamaForCausalLM"))
+    with capture_logs() as logs:
+        engine = load_briefly(str(folder))
+    assert [one["taken"] for one in logs if one["event"] == "class.corrected"]
+    (expected,) = reference_rows(folder, None, [text(1, 12)])
+    torch.testing.assert_close(engine.ask(Query(text(1, 12)))[0], expected, atol=2e-3, rtol=0)
+    chosen = {"architectures": ["LlamaForCausalLM"]}
+    assert corrections(str(folder), {"hf_overrides": chosen}) == {}
+
+
 def test_overrides_are_part_of_the_configuration(make_tiny):
     """And a length that vLLM is to choose is none that was given."""
     folder = make_tiny("Qwen2", weights=False, **QWEN)

@@ -115,6 +115,25 @@ def language_part(whole: Any) -> str | None:
     return next((n for n in whole.sub_configs if getattr(whole, n, None) is settings), None)
 
 
+def own_class(model: str, whole: Any) -> dict[str, list[str]]:
+    """The setting ``architectures`` that names the class of a configuration's family, if the
+    configuration names the class of another family. transformers goes by the family; engines that
+    go by the class would compute another model of weights with the same names.
+
+    Args:
+        model: The folder or hub name that the user gave.
+        whole: See :func:`whole_settings_of`.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    named, own = getattr(whole, "architectures", None) or [], CLASSES.get(whole.model_type)
+    multimodal = language_part(whole) is not None
+    if own is None or multimodal or not named or named[0] not in {*CLASSES.values()} - {own}:
+        return {}
+    log.warning("class.corrected", model=model, named=named[0], family=whole.model_type, taken=own)
+    return {"architectures": [own]}
+
+
 def overridden(settings: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A copy of settings with a user's overrides, and the overrides as an engine must get them.
 

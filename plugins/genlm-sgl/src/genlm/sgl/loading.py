@@ -13,7 +13,7 @@ from genlm.core.logs import get_logger
 from genlm.core.options import refuse_unknown
 from genlm.kit.checkpoints import require_weights
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
-from genlm.kit.settings import language_part, overridden, whole_settings_of
+from genlm.kit.settings import language_part, overridden, own_class, whole_settings_of
 from genlm.kit.tokenizer_files import follow_file
 from genlm.sgl.engine import PROBE, SglEngine
 from genlm.sgl.internals import Scheduler
@@ -78,7 +78,8 @@ def _configured(arguments: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     - the activation of Gemma and Gemma 2 under both of its names, of which transformers 5 writes
       only one;
     - for a multimodal model, whether the embeddings of its language model are tied, which
-      transformers 5 writes only for the whole model.
+      transformers 5 writes only for the whole model;
+    - the class of the model's family, if the configuration names another family's.
     """
     overrides = _overrides(arguments)
     whole = whole_settings_of(arguments["model_path"], arguments.get("revision"))
@@ -94,6 +95,8 @@ def _configured(arguments: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
         activation = getattr(settings, "hidden_activation", None) or "gelu_pytorch_tanh"
         names = dict.fromkeys(("hidden_act", "hidden_activation"), activation)
         changes = {**names, **changes}
+    if "architectures" not in overrides:
+        changes = {**own_class(arguments["model_path"], whole), **changes}
     if not changes:
         return settings, {}
     written = {**overrides, part: changes} if part else changes

@@ -20,6 +20,7 @@ from genlm.kit.settings import (
     is_read,
     language_part,
     overridden,
+    own_class,
     rope_limits,
     rope_parameters,
     whole_settings_of,
@@ -161,7 +162,13 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
     configuration = Configuration.read(model, engine_opts)
     if configuration is None:
         return {}
-    settings, whole = configuration.settings, configuration.whole
+    settings, whole, overrides = (
+        configuration.settings,
+        configuration.whole,
+        configuration.overrides,
+    )
+    chosen = callable(overrides) or "architectures" in overrides
+    own = {} if chosen else own_class(model, whole)
     by_transformers = engine_opts.get("model_impl") == "transformers"
     if not by_transformers:
         _refuse_what_is_not_read(settings, whole.model_type)
@@ -186,18 +193,18 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
             )
         full = ["full_attention"] * len(found)
         return configuration.with_changes(
-            use_sliding_window=False, sliding_window=None, layer_types=full
+            use_sliding_window=False, sliding_window=None, layer_types=full, **own
         )
-    corrected = configuration.with_changes()
+    corrected = configuration.with_changes(**own)
     given_window = getattr(settings, "sliding_window", None)
     windowed = ("sliding_window", "layer_types") if given_window else ()
     unread = [name for name in windowed if not is_read(settings.model_type, name)]
     wider = settings.model_type in WIDER_WINDOW_FAMILIES and whole.model_type not in BY_TRANSFORMERS
     # vLLM would read settings that transformers ignores.
     if any(getattr(settings, name, None) for name in unread):
-        corrected = configuration.with_changes(**dict.fromkeys(unread))
+        corrected = configuration.with_changes(**dict.fromkeys(unread), **own)
     elif window and wider and not by_transformers:
-        corrected = configuration.with_changes(sliding_window=window - 1)
+        corrected = configuration.with_changes(sliding_window=window - 1, **own)
     if on_a_cpu() and any("mamba" in name for name in (settings.model_type, *settings.to_dict())):
         if engine_opts.get("enable_prefix_caching"):
             raise InvalidOptionError(
