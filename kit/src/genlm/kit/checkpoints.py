@@ -149,8 +149,8 @@ def require_places(model: str, loaded: torch.nn.Module, unread: Shapes) -> None:
 
 
 def _has_no_place(loaded: torch.nn.Module, name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor looks like a weight of one of the parts of a model that cannot be left out,
-    and is none."""
+    """Whether a tensor has the name of a weight in a layer, or in another part that a configuration
+    cannot leave out, although the model has no weight of this name."""
     ignored = getattr(loaded, "_keys_to_ignore_on_load_unexpected", None) or ()
     # Old checkpoints also hold masks, of four dimensions, and scales of quantised caches.
     plain = name.endswith((".weight", ".bias")) and len(shape) in (1, 2)

@@ -178,7 +178,8 @@ def _load_tokenizer(name: str, source: Mapping[str, Any]) -> Any:
 
 
 def _folder(name: str, source: Mapping[str, Any]) -> Path | None:
-    """The model's folder, or that in the hub's cache; ``None`` if there is none."""
+    """The folder with the model's files: the user's, or the copy in the hub's cache. ``None`` if
+    the cache has no copy."""
     found = local_folder(name, source.get("revision"), source.get("cache_dir"))
     return None if found is None else found / (source.get("subfolder") or "")
 

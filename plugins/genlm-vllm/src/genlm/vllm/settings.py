@@ -162,13 +162,10 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
     configuration = Configuration.read(model, engine_opts)
     if configuration is None:
         return {}
-    settings, whole, overrides = (
-        configuration.settings,
-        configuration.whole,
-        configuration.overrides,
-    )
-    chosen = callable(overrides) or "architectures" in overrides
-    own = {} if chosen else own_class(model, whole)
+    settings, whole = configuration.settings, configuration.whole
+    overrides = configuration.overrides
+    class_is_given = callable(overrides) or "architectures" in overrides
+    own = {} if class_is_given else own_class(model, whole)
     by_transformers = engine_opts.get("model_impl") == "transformers"
     if not by_transformers:
         _refuse_what_is_not_read(settings, whole.model_type)
