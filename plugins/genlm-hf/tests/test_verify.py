@@ -434,6 +434,37 @@ def test_tolerance_is_lower_for_nearly_uniform_rows(tmp_path):
     assert reports[0].compared[0].apart < 0.02
 
 
+@frozen(eq=False)
+class Faulty(Other):
+    """A sound engine, except that it changes the logits of contexts of some lengths."""
+
+    lengths: Sequence[int] = ()
+    more_tokens: int = 0
+
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        row = super().genlm_next_token_logprobs(queries)
+        if len(queries[0].token_ids) in self.lengths:
+            row[:, ::2] += 1.0
+        more = row.max() + torch.zeros(1, self.more_tokens)
+        return torch.cat([row, more], -1).log_softmax(-1)
+
+
+@pytest.mark.parametrize("lengths", [[5], [24], []])
+def test_one_wrong_row_of_a_group_is_found(windowed: Path, lengths: list[int]) -> None:
+    reports: list[Report] = []
+    other = Faulty(Other.with_(windowed).model, lengths=lengths)
+    load_verified(subject(windowed), reports.append, lambda _: other)
+    assert reports[0].compared[0].lengths == (5, 13, 24)
+    assert reports[0].compared[0].passed == (not lengths)
+
+
+def test_mass_of_tokens_that_the_model_lacks_is_found(biased: Path) -> None:
+    reports: list[Report] = []
+    other = Faulty(Other.with_(biased).model, vocab_size=300, more_tokens=42)
+    load_verified(subject(biased), reports.append, lambda _: other)
+    assert not reports[0].passed
+
+
 def test_contexts_avoid_tokens_with_special_treatment(windowed):
     config = AutoConfig.from_pretrained(windowed)
     config.image_token_id = 7

@@ -151,15 +151,15 @@ def require_places(model: str, loaded: torch.nn.Module, unread: Shapes) -> None:
 def _has_no_place(loaded: torch.nn.Module, name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor has the name of a weight in a layer, or in another part that a configuration
     cannot leave out, although the model has no weight of this name."""
-    ignored = getattr(loaded, "_keys_to_ignore_on_load_unexpected", None) or ()
     # Old checkpoints also hold masks, of four dimensions, and scales of quantised caches.
-    plain = name.endswith((".weight", ".bias")) and len(shape) in (1, 2)
-    if not plain or any(re.search(pattern, name) for pattern in ignored):
+    if not (name.endswith((".weight", ".bias")) and len(shape) in (1, 2)):
+        return False
+    prefix, alone = f"{getattr(loaded, 'base_model_prefix', '')}.", _of_language(name)
+    names = {name, alone, prefix + name, prefix + alone}
+    ignored = getattr(loaded, "_keys_to_ignore_on_load_unexpected", None) or ()
+    if any(re.search(pattern, one) for pattern in ignored for one in names):
         return False
     parts, known = dict(loaded.named_modules()), loaded.state_dict().keys()
-    prefix = f"{getattr(loaded, 'base_model_prefix', '')}."
-    alone = _of_language(name)
-    names = {name, alone, prefix + name, prefix + alone}
     return not names & known and any(_is_part(parts, one.rpartition(".")[0]) for one in names)
 
 

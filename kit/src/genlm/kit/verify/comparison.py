@@ -11,9 +11,9 @@ from attrs import define, evolve, field
 
 from genlm.kit.verify.contexts import Group
 from genlm.kit.verify.copies import ServedCopy
-from genlm.kit.verify.guilty import apart, spread
+from genlm.kit.verify.guilty import apart, distances, spread
 from genlm.kit.verify.reference import Reference, Unanswered
-from genlm.kit.verify.report import Compared, Report, allowed
+from genlm.kit.verify.report import ONE_ROW_MARGIN, Compared, Report, allowed
 from genlm.kit.verify.subject import Subject, others_in
 from genlm.kit.verify.transformers_rows import COPY_THRESHOLD_TOKENS, Answer, Scaled
 
@@ -116,10 +116,17 @@ class _Comparison:
             rows = np.stack([self.row(ids).float().cpu().numpy() for ids in group.contexts])
             lengths = tuple(len(context) for context in group.contexts)
             most = allowed(own, spread(expected))
-            one = Compared(self._about(group), lengths, apart(rows, expected), most)
+            one = Compared(self._about(group), lengths, self._apart(rows, expected, most), most)
             self.compared.append(one)
             if not one.passed and self.computes is None:
                 self.computes = self._explanation(group, rows, most)
+
+    def _apart(self, rows: np.ndarray, expected: np.ndarray, most: float) -> float:
+        """How far the rows of a group are apart: the median, except that in float32 no row may be
+        far off."""
+        largest = float(distances(rows, expected).max())
+        alone = self.dtype not in HALF_DTYPES and largest > ONE_ROW_MARGIN * most
+        return largest if alone else apart(rows, expected)
 
     def _about(self, group: Group) -> str:
         where = (

@@ -39,19 +39,32 @@ def defaults(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"rope_parameters={plain!r}", {part: changes} if part else changes
 
 
-def apart(rows: np.ndarray, others: np.ndarray) -> float:
-    """How far rows ``[contexts, tokens]`` are apart, in nats: the largest difference in each row,
-    and the median over the rows.
+def apart(rows: np.ndarray, reference: np.ndarray) -> float:
+    """How far rows are apart from reference rows: the median of :func:`distances`.
 
     One row may be far off although the engine is right: in half precision, rounding may change the
     choice of an expert.
     """
-    width = min(rows.shape[-1], others.shape[-1])
-    rows, others = (_normalised(each[:, :width]) for each in (rows, others))
+    return float(np.median(distances(rows, reference)))
+
+
+def distances(rows: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """The largest difference in each row, in nats: ``[contexts]``.
+
+    Tokens that the engine leaves out do not count. Mass that it gives to tokens which the reference
+    does not have is missing from the others.
+
+    Args:
+        rows: Log-probabilities ``[contexts, tokens]``.
+        reference: The same, perhaps of more or fewer tokens.
+    """
+    width = min(rows.shape[-1], reference.shape[-1])
+    rows, reference = rows[:, :width], _normalised(reference[:, :width])
     with np.errstate(invalid="ignore"):
-        off = np.abs(rows - others)
-    off[rows == others] = 0.0
-    return float(np.median(np.nan_to_num(off, nan=np.inf, posinf=np.inf).max(-1)))
+        off = np.abs(rows - reference)
+    off[rows == reference] = 0.0
+    largest: np.ndarray = np.nan_to_num(off, nan=np.inf, posinf=np.inf).max(-1)
+    return largest
 
 
 def spread(rows: np.ndarray) -> float:

@@ -19,6 +19,10 @@ MAX_NATS, MIN_LIMIT_NATS = 2e-2, 1e-3
 #: sound model exceeds it by more than four times: Nemotron-H in bfloat16 on mlx.
 ROUNDING_MARGIN = 6.0
 
+#: By how many times one row of a group in float32 may exceed the limit for their median. An engine
+#: may be wrong from a length on which only the longest context of a group reaches.
+ONE_ROW_MARGIN = 5.0
+
 
 def allowed(noise: float, spread: float) -> float:
     """How far rows may be apart, nats.

@@ -209,7 +209,7 @@ def explanation(question: Explain) -> str | None:
             (rows,) = rows_of(source, [Group(name, question.contexts)])
         except Exception:  # for example, because a weight has another shape
             continue
-        if guilty.apart(rows, question.rows) <= question.allowed:
+        if guilty.apart(question.rows, rows) <= question.allowed:
             return name
     return None
 
