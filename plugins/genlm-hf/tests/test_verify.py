@@ -167,6 +167,11 @@ def test_changes_by_options_are_compared_too(windowed):
         load_verified(changed, True, lambda name: Other.with_(windowed))
 
 
+def test_settings_among_the_options_of_hf_are_part_of_the_model(windowed: Path) -> None:
+    options = {"hf_opts": {"num_hidden_layers": 1}, "verify": True}
+    load_model_by_name(str(windowed), "hf", options).close()
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from genlm.hf.options import HFOptions
+from genlm.hf.options import FROM_PRETRAINED, HFOptions
 from genlm.kit.verify.subject import Subject
 
 #: Arguments of ``from_pretrained`` that select other weights than the folder's, or other
@@ -28,6 +28,9 @@ def subject_of(model: str, options: Mapping[str, Any], parsed: HFOptions) -> Sub
     if parsed.bitsandbytes_opts:
         other.append("bitsandbytes_opts")
     config: Any = given.get("config")
+    # from_pretrained takes settings of the configuration beside its own arguments.
+    own = (*FROM_PRETRAINED.split(), "dtype")
+    settings = {name: value for name, value in given.items() if name not in own}
     return Subject(
         model=model,
         engine="transformers",
@@ -35,7 +38,7 @@ def subject_of(model: str, options: Mapping[str, Any], parsed: HFOptions) -> Sub
         options=options,
         revision=given.get("revision"),
         cache_dir=given.get("cache_dir"),
-        changes=config.to_dict() if hasattr(config, "to_dict") else {},
+        changes=config.to_dict() if hasattr(config, "to_dict") else settings,
         unknown=f"{other[0]} asks for another model than the folder's" if other else None,
         on_request="its rows are transformers' own",
     )
