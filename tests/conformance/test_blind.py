@@ -39,7 +39,7 @@ def test_blind_fault_fails_its_clause(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "clause", "said"),
     [
-        ("EqualDrawsAreOne", "first_and_last_token_stop", "as if one draw answered all requests"),
+        ("EqualDrawsAreOne", "first_and_last_token_stop", "one draw answers all requests"),
         ("LastTokenNeverStops", "several_stop_tokens", "temperature=1.5, stop_token_ids=["),
         ("ReadsAdaptersAgain", "adapter_that_fails_to_load", "there-is-no-such-adapter"),
     ],

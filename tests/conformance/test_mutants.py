@@ -101,7 +101,7 @@ def test_unknown_capability_or_missing_reason_is_rejected() -> None:
         ("PinsOfRemovedAdaptersStay", "removing an adapter does not give pins back"),
         ("ClearKeepsPins", "after clear_kv_cache() it fails too"),
         ("PinnedPrefixCountedTwice", "before it: cache_kv(["),
-        ("NeighboursTopK", "nor does it come up in"),
+        ("NeighboursTopK", "or they have the top_k or temperature of another request"),
         ("WaitsForTheDead", "before it: the engine's own processes were killed (1)"),
     ],
 )

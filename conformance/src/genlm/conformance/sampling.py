@@ -201,6 +201,13 @@ class SamplingClauses:
                     not any(stop in ids for ids in drawn),
                     f"draws after {brief(prompts[0])} with the stop token {stop} contain it",
                 )
+                # By chance they are equal less often than one time in a million.
+                check(
+                    len(set(map(tuple, drawn))) > 1 or (len(drawn) - 1) * len(drawn[0]) < 8,
+                    f"{len(drawn)} draws after {brief(prompts[0])} with the stop token {stop} are "
+                    f"all equal, {brief(drawn[0])}: one draw answers all requests, or they have "
+                    "the top_k or temperature of another request",
+                )
                 if any(len(ids) < length for ids in drawn):
                     stops.remove(stop)
         if not stops:
@@ -212,15 +219,9 @@ class SamplingClauses:
             not any(stops[0] in ids for ids in free),
             f"{never}, and comes up in draws without stop tokens",
         )
-        equal = len(set(map(tuple, free))) == 1
         raise Violation(
-            f"{never}, nor does it come up in {len(free)} draws without stop tokens: "
-            + (
-                f"these are all equal, {brief(free[0])}, as if one draw answered all requests"
-                if equal
-                else "draws are not from the whole row; they may have the top_k, top_p or "
-                "temperature of other requests"
-            )
+            f"{never}, nor does it come up in {len(free)} draws without stop tokens: draws are not "
+            "from the whole row; they may have the top_k, top_p or temperature of other requests"
         )
 
     @advise("a block of random numbers is reused", "successive_tokens_are_independent")
