@@ -104,6 +104,12 @@ def test_broken_draws_are_found_with_one_wait_for_the_device(count, monkeypatch)
     assert store.were_broken([*range(count), "unknown"]) == [True, *[False] * count]
     assert len(read) == 1
     assert store.were_broken([0]) == [False], "it is forgotten"
+    store.note([*range(count)], logits)
+    store.put([*range(count)], logits)
+    store.forget([*range(count), "unknown"])
+    assert len(read) == 1
+    assert store.take([0]) == [None]
+    assert store.were_broken([0]) == [False]
 
 
 def test_state_of_a_device_is_overwritten_without_a_wait():

@@ -78,6 +78,15 @@ def test_a_step_waits_for_nothing_and_copies_no_more_for_more_requests(
     assert most_copies(engine, kinds, n) <= copies
 
 
+def test_a_dropped_draw_is_forgotten_without_a_wait(engine):
+    """Whether its logits were NaN interests nobody."""
+    draw = SampleRequest(Query(text(0, 12)), SamplingParams(max_tokens=9))
+    assert engine.step(draw) == engine.step() == {}
+    with Transfers() as transfers:
+        assert engine.step(dropped=[draw]) == {}
+    assert not transfers.waits
+
+
 def most_copies(engine, kinds, n):
     """The most that a step copies; vLLM computes long prompts in several steps."""
     engine.ask(*requests(kinds, n))

@@ -65,6 +65,12 @@ class RowStore:
         finite = iter(torch.stack(noted).isfinite().tolist())  # the device is waited for once
         return [one is not None and not next(finite) for one in found]
 
+    def forget(self, keys: Iterable[str]) -> None:
+        """Drop what is kept under ``keys``. Nothing is read, so no device is waited for."""
+        for key in keys:
+            self._rows.pop(key, None)
+            self._largest.pop(key, None)
+
     def clear(self) -> None:
         self._rows.clear()
         self._largest.clear()

@@ -240,12 +240,10 @@ class VllmEngine:
         if not requests:
             return
         dropped = self._in_flight.drop(set(requests))
-        self._core.abort([each.request_id for each in dropped])
-        # A partly computed prompt may have captured a row.
-        self._rows.take([each.request_id for each in dropped if each.wants_row])
-        draws = [each.request_id for each in dropped if not each.wants_row]
-        if draws and self._nan is not None:
-            self._rows.were_broken(draws)
+        ids = [each.request_id for each in dropped]
+        self._core.abort(ids)
+        # A partly computed prompt may have captured a row, and logits of draws may be noted.
+        self._rows.forget(ids)
 
     def _park(self, finished: Sequence[VllmRequest]) -> None:
         """Turn finished requests that vLLM keeps into live sessions."""
@@ -269,7 +267,7 @@ class VllmEngine:
         ids = [session.request_id for session in sessions]
         self._core.abort(ids)
         if self._core.sessions_run:
-            self._rows.take(ids)  # a session that was preempted while idle may have captured a row
+            self._rows.forget(ids)  # a session that was preempted while idle may have a row
 
     # --- key/value state --------------------------------------------------------------------------
 

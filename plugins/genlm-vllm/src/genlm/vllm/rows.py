@@ -43,6 +43,10 @@ class LocalRows:
         """See :meth:`genlm.vllm.capture.RowStore.were_broken`."""
         return self._store.were_broken(keys)
 
+    def forget(self, keys: Sequence[str]) -> None:
+        """See :meth:`genlm.vllm.capture.RowStore.forget`."""
+        self._store.forget(keys)
+
     def clean_state(self, core: EngineCore) -> None:
         """See :func:`genlm.vllm.capture.clean_state`."""
         core.call_workers(clean_state)
@@ -99,6 +103,9 @@ class WorkerRows:
     def were_broken(self, keys: Sequence[str]) -> list[bool]:
         replies = self._core.call_workers("genlm_were_broken", list(keys))
         return [any(each) for each in zip(*replies, strict=True)]
+
+    def forget(self, keys: Sequence[str]) -> None:
+        self._core.call_workers("genlm_forget_rows", list(keys))
 
     def clean_state(self, core: EngineCore) -> None:
         core.call_workers("genlm_clean_state")

@@ -69,6 +69,10 @@ class RowAccess:
         """See :meth:`genlm.vllm.capture.RowStore.were_broken`."""
         return ROWS.were_broken(keys)
 
+    def genlm_forget_rows(self, keys: Sequence[str]) -> None:
+        """See :meth:`genlm.vllm.capture.RowStore.forget`."""
+        ROWS.forget(keys)
+
     def genlm_clean_state(self) -> None:
         """See :func:`genlm.vllm.capture.clean_state`."""
         clean_state(self)
