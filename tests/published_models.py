@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,13 +122,21 @@ def write(name: str, folder: Path, dtype: str) -> None:
     )
 
     published = {key: value for key, value in CONFIGS[name].items() if value != ()}
-    like = OF_NO_ROPE.get(name, name)
-    if published["model_type"] not in CONFIG_MAPPING:
-        like = OF_NO_FAMILY
-    built = {key: value for key, value in CONFIGS[like].items() if value != ()}
-    config = CONFIG_MAPPING[built["model_type"]].from_dict(json.loads(json.dumps(built)))
     known = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
-    kind = next(mapping[type(config)] for mapping in known if type(config) in mapping)
+
+    def of(like: str) -> tuple[Any, Any]:
+        """The class of a model, and its configuration; ``None`` where transformers has no class,
+        although an engine may have registered a configuration of its own."""
+        built = {key: value for key, value in CONFIGS[like].items() if value != ()}
+        if built["model_type"] not in CONFIG_MAPPING:
+            return None, None
+        config = CONFIG_MAPPING[built["model_type"]].from_dict(json.loads(json.dumps(built)))
+        kinds = (mapping[type(config)] for mapping in known if type(config) in mapping)
+        return next(kinds, None), config
+
+    kind, config = of(OF_NO_ROPE.get(name, name))
+    if kind is None:
+        kind, config = of(OF_NO_FAMILY)
     model = random_model(kind, config).to(getattr(torch, dtype))
     model.generation_config = GenerationConfig()  # transformers would not save some models' own
     model.save_pretrained(folder)

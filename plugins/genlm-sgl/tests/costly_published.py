@@ -13,12 +13,16 @@ from .costly_verify import loaded
 #: Families that SGLang does not have, and runs with transformers' code only if that uses its
 #: attention.
 LACKING = (
-    "BLOOM 560M", "BLOOMZ", "Bamba 9B", "CodeGen 350M", "Falcon Mamba 7B", "GPT-Neo 125M",
-    "Mamba 130M", "XGLM 564M", "Zamba 2 1.2B",
+    "BLOOM 560M", "BLOOMZ", "Bamba 9B", "CodeGen 350M", "Falcon 2 11B", "Falcon 40B", "Falcon 7B",
+    "Falcon Mamba 7B", "Falcon RW 1B", "GPT-Neo 125M", "Jamba v0.1", "Mamba 130M", "XGLM 564M",
+    "Zamba 2 1.2B", "a Falcon with another width",
 )  # fmt: skip
 
 #: Families whose kernels need a GPU.
 ON_A_GPU = {
+    "DeepSeek V2": "no latent attention for deepseek_v2 in plain PyTorch",
+    "DeepSeek V2 Lite": "no latent attention for deepseek_v2 in plain PyTorch",
+    "DeepSeek V3 in bfloat16": "no latent attention for deepseek_v3 in plain PyTorch",
     "EXAONE 4 32B": "One of the attention backends",
     "Falcon H1 0.5B": "name 'causal_conv1d_fn' is not defined",
     "Granite 4 hybrid": "name 'causal_conv1d_fn_triton' is not defined",
@@ -37,15 +41,20 @@ REJECTED: dict[str, str] = {
     **dict.fromkeys(LACKING, "has no SGlang implementation"),
     **ON_A_GPU,
     **dict.fromkeys(ALSO_SEE, "Can't load image processor"),
+    "DeepSeek MoE 16B": "model type `deepseek` but Transformers does not",
+    "Falcon 7B of 2023": "model type `RefinedWebModel` but Transformers does not",
     "GLM 4 9B chat": "Unsupported TP style 'colwise_gather_output'",
     "GPT-J 6B": "lm_head.bias (1 weights in all), which transformers reads",
     "Gemma 3 4B": "'vision_tower.embeddings.patch_embedding.weight'",
     "Hunyuan 0.5B": "shape '[-1, 4, 32]' is invalid",
+    "MPT 7B": "'MPTForCausalLM' is not a registered model",
+    "MPT 7B StoryWriter": "'MPTForCausalLM' is not a registered model",
     "Mamba Codestral": "unsupported operand type(s) for %",
     "Minitron 4B": "'NoneType' object is not subscriptable",
     "Phi 1.5": "lm_head.bias (1 weights in all), which transformers reads",
     "Phi 2": "lm_head.bias (1 weights in all), which transformers reads",
     "Phi 3 mini 128k": "'original_max_position_embeddings'",
+    "Phi 3.5 MoE": "lm_head.bias (1 weights in all), which transformers reads",
     "RecurrentGemma 2B": "recurrent_gemma keeps no state of them",
     "StableLM 2 12B": "k_layernorm.norms.0.weight",
     "a Llama with biases": "mlp.down_proj.bias (6 weights in all), which transformers reads",

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,6 +107,30 @@ def test_latent_attention_is_rejected_by_name(tmp_path: Path) -> None:
     assert found.outcome == "refused"
     silent = r"\(glm4_moe_lite\) here: NotImplementedError: raised in .*mla_kv_pool_cls; .*load it"
     assert re.search(rf"no latent attention for glm4_moe_lite|{silent}", found.why)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.7}
+
+
+def test_the_scale_of_yarn_is_compared_where_attention_is_latent(tmp_path: Path) -> None:
+    """SGLang scales the scores of DeepSeek's models as transformers does, in a module apart from
+    theirs. It does not scale those of MiniCPM3."""
+    write("DeepSeek V3 in bfloat16", tmp_path / "deepseek", "float32")
+    file = tmp_path / "deepseek" / "config.json"
+    settings = json.loads(file.read_text())
+    settings.pop("auto_map")
+    file.write_text(json.dumps(settings))
+    with pytest.raises(EngineError, match=r"no latent attention for deepseek_v3|mla_kv_pool_cls"):
+        load(str(file.parent), {"engine_opts": {"max_total_tokens": 512}})
+
+    def change(settings):
+        rope = {**settings["rope_parameters"], **YARN}
+        rope["original_max_position_embeddings"] = THRESHOLD
+        yield {"rope_parameters": rope, "max_position_embeddings": 4 * THRESHOLD}
+
+    *_, found = SWEEP.of("minicpm3", tmp_path, change)
+    assert found.outcome == "refused", found
+    assert "mscale_all_dim=0.7, and SGLang's minicpm3 leaves it out" in found.why
 
 
 def test_layers_with_a_state_are_rejected_where_transformers_code_runs(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ This module compares every layer with what transformers reads.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -40,7 +41,6 @@ ACTIVATION = "activation_function"
 LEFT_OUT: dict[str, tuple[object, ...]] = {
     ACTIVATION: ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
     "clip_qkv": (None,),
-    "mscale_all_dim": (None, 0),
     "scale_attn_by_inverse_layer_idx": (False,),
     "scale_attn_weights": (True,),
 }
@@ -75,6 +75,7 @@ def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
     _require_weights_of_experts(model, settings)
     _refuse_what_only_sglang_reads(settings)
     _refuse_what_is_left_out(model, settings)
+    _require_scale(attentions, settings)
     for module in model.modules():
         if not is_read(settings.model_type, CAP) and hasattr(module, CAP):
             setattr(module, CAP, None)
@@ -160,6 +161,20 @@ def _refuse_what_is_left_out(model: Any, settings: Any) -> None:
     factor = factor_of_logits(settings)
     if factor is not None and type(model).__module__ == BY_TRANSFORMERS:
         raise _error(settings, factor, "leaves it out")
+
+
+def _require_scale(attentions: list[Any], settings: Any) -> None:
+    """Reject latent attention whose scores are not scaled by ``mscale_all_dim``, as transformers
+    scales them with YaRN."""
+    rope = getattr(settings, "rope_parameters", None) or {}
+    name = "mscale_all_dim"
+    value, factor = rope.get(name), rope.get("factor") or 1.0
+    if not value or rope.get("rope_type") == "default" or not is_read(settings.model_type, name):
+        return
+    width = settings.qk_nope_head_dim + settings.qk_rope_head_dim
+    wanted = (1 + 0.1 * value * math.log(max(factor, 1.0))) ** 2 / math.sqrt(width)
+    if not all(math.isclose(one.scaling, wanted, rel_tol=TOLERANCE) for one in attentions):
+        raise _error(settings, f"{name}={value!r}", "leaves it out")
 
 
 def _require_whole_keys(model: Any, settings: Any) -> None:
