@@ -42,6 +42,7 @@ REJECTED: dict[str, str] = {
     **ON_A_GPU,
     **dict.fromkeys(ALSO_SEE, "Can't load image processor"),
     "DeepSeek MoE 16B": "model type `deepseek` but Transformers does not",
+    "EXAONE 3.5": "'model.embed_tokens.weight'",  # transformers 5.19 cannot write its weights
     "Falcon 7B of 2023": "model type `RefinedWebModel` but Transformers does not",
     "GLM 4 9B chat": "Unsupported TP style 'colwise_gather_output'",
     "GPT-J 6B": "lm_head.bias (1 weights in all), which transformers reads",
