@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,6 +51,22 @@ def write_model(model: str, folder: Path) -> str:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def write_variant(
+    model: str, folder: Path, weights: Mapping[str, torch.Tensor] | None = None, **settings: Any
+) -> str:
+    """A copy of a model with further weights, and with other settings in its ``config.json``;
+    returns its folder."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    if weights:
+        held = load_file(folder / "model.safetensors")
+        save_file({**held, **weights}, folder / "model.safetensors", {"format": "pt"})
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     return str(folder)
 
 

@@ -43,7 +43,7 @@ from genlm.hf import AsyncTransformer
 from genlm.hf.loading import load_pretrained
 from genlm.hf.options import ELSEWHERE, HFOptions
 from tests.left_behind import left_behind
-from tools.tiny import write_adapter, write_tokenizer
+from tools.tiny import write_adapter, write_tokenizer, write_variant
 
 from .families import small_family
 from .models import build, row_of
@@ -300,31 +300,22 @@ def test_missing_weights_are_rejected(tiny: str, tmp_path: Path, file: str) -> N
         load_model_by_name(str(tmp_path), backend="hf")
 
 
-def altered(folder: str, to: Path, **settings: Any) -> str:
-    """A copy of a folder with other settings in its ``config.json``."""
-    copy = shutil.copytree(folder, to)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | settings))
-    return str(copy)
-
-
 @pytest.mark.parametrize(("value", "outcome"), [(0.5, "rejected"), (0.0, "served")])
 def test_biases_for_layers_that_have_none_are_rejected(
     tiny: str, tmp_path: Path, value: float, outcome: str
 ) -> None:
     """transformers would leave them out; biases of zeros, as some quantisers write, change
     nothing."""
-    folder = Path(altered(tiny, tmp_path / "biased"))
-    held = load_file(folder / "model.safetensors")
-    held["model.layers.1.mlp.up_proj.bias"] = torch.full((held[UP].shape[0],), value)
-    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    width = load_file(Path(tiny, "model.safetensors"))[UP].shape[0]
+    bias = {"model.layers.1.mlp.up_proj.bias": torch.full((width,), value)}
+    folder = write_variant(tiny, tmp_path / "biased", bias)
     if outcome == "served":
-        with load_model_by_name(str(folder), backend="hf") as lm:
+        with load_model_by_name(folder, backend="hf") as lm:
             torch.testing.assert_close(lm.next_token_logprobs_sync(CONTEXT), expected(tiny))
         return
     said = r"has model\.layers\.1\.mlp\.up_proj\.bias \(1 such .* has no place .*correct config"
     with pytest.raises(EngineError, match=said):
-        load_model_by_name(str(folder), backend="hf")
+        load_model_by_name(folder, backend="hf")
 
 
 SCALING = {"rope_type": "linear", "factor": 4.0}
@@ -337,13 +328,15 @@ def test_rotary_settings_under_both_names_are_rejected_if_one_is_dropped(
     """transformers takes ``rope_scaling`` in place of what it has written itself."""
     scaling = SCALING if theta is None else {**SCALING, "rope_theta": theta}
     written = {"rope_type": "default", "rope_theta": 777.0}
-    folder = altered(tiny, tmp_path / "scaled", rope_parameters=written, rope_scaling=scaling)
+    both = {"rope_parameters": written, "rope_scaling": scaling}
+    folder = write_variant(tiny, tmp_path / "scaled", **both)
     if theta is None:
         said = r"rope_parameters and rope_scaling: .* drops rope_theta=777\.0 .*write what"
         with pytest.raises(EngineError, match=said):
             load_model_by_name(folder, backend="hf")
         return
-    once = altered(tiny, tmp_path / "once", rope_parameters={**SCALING, "rope_theta": 777.0})
+    scaled = {**SCALING, "rope_theta": 777.0}
+    once = write_variant(tiny, tmp_path / "once", rope_parameters=scaled)
     with load_model_by_name(folder, backend="hf") as lm:
         torch.testing.assert_close(lm.next_token_logprobs_sync(CONTEXT), expected(once))
 

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from genlm.core import EngineError, Query
 from genlm.kit.loads import KEPT_BYTES
 from genlm.sgl.loading import load
-from tools.tiny import write_tokenizer
+from tests.adapter_outcomes import reference_rows
+from tools.tiny import write_tokenizer, write_variant
 
 SMALL = {"max_total_tokens": 1024}
 
@@ -85,3 +86,44 @@ def test_a_loader_that_cannot_be_watched_is_named(
             torch.testing.assert_close(engine.evaluate_alone(Query((1, 2, 3))), expected)
     finally:
         engine.genlm_close()
+
+
+NO_PLACE = {
+    "model.layers.1.mlp.up_proj.bias": 96,
+    "model.layers.1.self_attn.q_norm.weight": 16,
+}
+
+
+@pytest.mark.parametrize("name", NO_PLACE)
+def test_weight_without_a_place_in_its_layer_is_rejected(
+    name: str, tiny: str, tmp_path: Path
+) -> None:
+    """Also by hf, so that the remedy is no other backend."""
+    folder = write_variant(tiny, tmp_path / "it", {name: torch.ones(NO_PLACE[name])})
+    said = rf"has {name} \(1 such .* LlamaForCausalLM has no place .*correct config\.json"
+    with pytest.raises(EngineError, match=said):
+        load(folder, {"engine_opts": SMALL})
+
+
+SCALING = {"rope_type": "linear", "factor": 4.0}
+
+
+def test_rotary_settings_under_both_names_are_rejected_if_one_is_dropped(
+    tiny: str, tmp_path: Path
+) -> None:
+    written = {"rope_type": "default", "rope_theta": 777.0}
+    both = {"rope_parameters": written, "rope_scaling": SCALING}
+    dropped = write_variant(tiny, tmp_path / "dropped", **both)
+    with pytest.raises(EngineError, match=r"rope_scaling: .* drops rope_theta=777\.0 .*write what"):
+        load(dropped, {"engine_opts": SMALL})
+    both["rope_scaling"] = {**SCALING, "rope_theta": 777.0}
+    served = write_variant(tiny, tmp_path / "served", **both)
+    ids = (5, 9, 13, 66, 200)
+    expected, plain = (reference_rows(each, None, [ids])[0] for each in (served, tiny))
+    assert (expected - plain).abs().max() > 0.1
+    engine = load(served, {"engine_opts": SMALL})
+    try:
+        row = engine.evaluate_alone(Query(ids))
+    finally:
+        engine.genlm_close()
+    torch.testing.assert_close(row, expected, atol=2e-3, rtol=0)

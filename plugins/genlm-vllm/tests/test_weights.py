@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLo
 from genlm.core import EngineError, Query
 from genlm.kit.loads import KEPT_BYTES
 from tests.adapter_outcomes import reference_rows
+from tools.tiny import write_variant
 
 from .driven import text
 
@@ -154,3 +155,36 @@ def test_importing_the_module_of_workers_leaves_the_loads_of_a_process_alone() -
     before = [getattr(one, name) for one, name in zip(loaders, names, strict=True)]
     runpy.run_module("genlm.vllm.worker")
     assert [getattr(one, name) for one, name in zip(loaders, names, strict=True)] == before
+
+
+NO_PLACE = {
+    "model.layers.1.mlp.up_proj.bias": 256,  # which vLLM passes over
+    "model.layers.1.self_attn.q_norm.weight": 32,  # for which it has an error of its own
+}
+
+
+@pytest.mark.parametrize("name", NO_PLACE)
+def test_weight_without_a_place_in_its_layer_is_rejected(name, small_path, load_briefly, tmp_path):
+    """Also by hf, so that the remedy is no other backend."""
+    folder = write_variant(small_path, tmp_path / "it", {name: torch.ones(NO_PLACE[name])})
+    said = rf"has {name} \(1 such .* LlamaForCausalLM has no place .*correct config\.json"
+    with pytest.raises(EngineError, match=said):
+        load_briefly(folder)
+
+
+SCALING = {"rope_type": "linear", "factor": 4.0}
+
+
+def test_rotary_settings_under_both_names_are_rejected_if_one_is_dropped(
+    make_tiny, load_briefly, tmp_path
+):
+    folder = make_tiny("Llama", rope_parameters={"rope_type": "default", "rope_theta": 777.0})
+    dropped = write_variant(folder, tmp_path / "dropped", rope_scaling=SCALING)
+    with pytest.raises(EngineError, match=r"rope_scaling: .* drops rope_theta=777\.0 .*write what"):
+        load_briefly(dropped)
+    whole = {**SCALING, "rope_theta": 777.0}
+    served = write_variant(folder, tmp_path / "served", rope_scaling=whole)
+    expected, plain = (reference_rows(each, None, [text(1, 9)])[0] for each in (served, folder))
+    assert (expected - plain).abs().max() > 0.1
+    (row,) = load_briefly(served).ask(Query(text(1, 9)))
+    torch.testing.assert_close(row, expected, atol=2e-3, rtol=0)

@@ -148,6 +148,31 @@ def require_places(model: str, loaded: torch.nn.Module, unread: Shapes) -> None:
         )
 
 
+def require_places_by_name(model: str, folder: Path | None, settings: Any) -> None:
+    """Reject a checkpoint with weights for parts of a model that have no place for them, see
+    :func:`require_places`, by the names in its files alone. This is for engines whose loaders raise
+    errors of their own for such names, after the error.
+
+    Args:
+        model: What the user gave.
+        folder: Where its files are, if that is known.
+        settings: See :func:`genlm.kit.settings.settings_of`.
+
+    Raises:
+        EngineError: there are such weights.
+    """
+    files = [] if folder is None else weight_files(folder)
+    if not all(file.is_file() and file.suffix == ".safetensors" for file in files):
+        return
+    empty = in_transformers(settings) if files else None
+    if empty is None or folder is None:
+        return
+    known = empty.state_dict().keys()
+    unread = unread_in(folder, {name for file in files for name in _names(file)} - known)
+    if not _wanted(empty, unread):
+        require_places(model, empty, unread)
+
+
 def _has_no_place(loaded: torch.nn.Module, name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor has the name of a weight in a layer, or in another part that a configuration
     cannot leave out, although the model has no weight of this name."""

@@ -19,6 +19,7 @@ from genlm.core.logs import get_logger
 from genlm.kit.checkpoints import (
     read_by_transformers,
     require_all_read,
+    require_places_by_name,
     require_weights,
     weight_files,
 )
@@ -90,6 +91,8 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         first = runner.cold((0, 0))
         mx.eval(first)
     except LOADING_ERRORS as error:
+        if isinstance(error, ValueError):  # for example, because the model has no such weights
+            require_places_by_name(name, folder, settings)
         raise EngineError(
             f"mlx-lm cannot load {name!r}, of family {config.get('model_type')!r} "
             f"({' '.join(describe_error(error).split()):.200}); {_remedy(folder, config, error)}"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
@@ -16,7 +17,7 @@ from genlm.core.checks import describe_error, integer
 from genlm.core.errors import EngineError, GenlmError, InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.kit import randomness
-from genlm.kit.checkpoints import require_all_read, require_weights
+from genlm.kit.checkpoints import require_all_read, require_places_by_name, require_weights
 from genlm.kit.loads import Load, require_all_written
 from genlm.kit.memory import is_out_of_memory
 from genlm.kit.model_files import (
@@ -108,6 +109,9 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
                 explain_small_cache(error, settings)
                 folder = chosen.engine_opts.get("tokenizer") or model
                 require_tokenizer(folder, "engine_opts={'tokenizer': ...}")
+                if isinstance(error, LookupError | ValueError):  # also for names of weights
+                    there = _folder(model, chosen.engine_opts)
+                    require_places_by_name(model, there, configured)
                 raise
         core = EngineCore(llm, stream)
     rows: Rows = LocalRows(store, core.device_type) if local else WorkerRows(core)
@@ -173,8 +177,12 @@ def _require_whole(load: Load | None, model: str, settings: Any, given: Mapping[
         return
     kind = getattr(settings, "model_type", "this model")
     require_all_written(load.unwritten, model, kind, "vLLM")
-    folder = local_folder(model, given.get("revision"), given.get("download_dir"))
-    require_all_read(load.unread, model, folder, settings, "vLLM")
+    require_all_read(load.unread, model, _folder(model, given), settings, "vLLM")
+
+
+def _folder(model: str, given: Mapping[str, Any]) -> Path | None:
+    """The folder of the model's files, if they are on this machine."""
+    return local_folder(model, given.get("revision"), given.get("download_dir"))
 
 
 @contextmanager
