@@ -10,17 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from genlm.core import EngineError
 from genlm.sgl.loading import load
 from genlm.sgl.repairs import repair
+from tests.adapter_outcomes import reference_rows
 from tests.hub_folders import HUB, loaded
 from tests.published_models import write
 from tests.sweep import ROPES, THRESHOLD
 from tools.families import recorded
+from tools.tiny import write_tokenizer
 
-from .families import SWEEP
+from .families import SWEEP, opened
 
 WINDOWED = {"sliding_window": THRESHOLD, "use_sliding_window": True}
 MIXED = ["sliding_attention", "full_attention"]
@@ -90,6 +92,23 @@ def test_weights_that_sglang_would_leave_out_are_rejected(family: str, tmp_path:
     assert found.changed == change
     assert found.outcome == "refused", found
     assert re.search(rf"{named} .*SGLang leaves them out of {family}; load it with", found.why)
+
+
+def test_settings_that_transformers_code_reads_are_not_rejected(tmp_path: Path) -> None:
+    """SGLang runs the family by transformers' code, and its own code does not name the setting."""
+    sizes = {"hidden_size": 64, "kv_channels": 16, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 1}
+    config = AutoConfig.for_model(
+        "jetmoe", **sizes, **heads, vocab_size=257, activation_function="relu",
+        max_position_embeddings=512, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, "<end>")
+    ids = (5, 9, 13, 66, 200)
+    (expected,) = reference_rows(str(tmp_path), None, [ids])
+    with opened(tmp_path) as (_, row):
+        torch.testing.assert_close(row(ids), expected, atol=2e-3, rtol=0)
 
 
 def test_the_activation_of_experts_is_compared_too() -> None:

@@ -145,9 +145,9 @@ def _refuse_what_only_sglang_reads(settings: Any) -> None:
 
 
 def _refuse_what_is_left_out(model: Any, settings: Any) -> None:
-    """Reject settings that transformers reads in a family, and that SGLang's code for it does not
-    mention."""
-    code = inspect.getsource(sys.modules[type(model).__module__])
+    """Reject settings that transformers reads in a family, and that the code which runs the model
+    does not mention."""
+    code = _code(model)
     rope = getattr(settings, "rope_parameters", None) or {}
     # OPT applies no activation at all in place of one that it does not know.
     lost = any(
@@ -175,6 +175,16 @@ def _require_scale(attentions: list[Any], settings: Any) -> None:
     wanted = (1 + 0.1 * value * math.log(max(factor, 1.0))) ** 2 / math.sqrt(width)
     if not all(math.isclose(one.scaling, wanted, rel_tol=TOLERANCE) for one in attentions):
         raise _error(settings, f"{name}={value!r}", "leaves it out")
+
+
+def _code(model: Any) -> str:
+    """The source of the module that runs a model, and of those with its layers, if they are
+    transformers'."""
+    modules = {type(model).__module__}
+    if modules == {BY_TRANSFORMERS}:
+        kinds = [type(module).__module__ for module in model.modules()]
+        modules |= {name for name in kinds if name.startswith("transformers.models.")}
+    return "\n".join(inspect.getsource(sys.modules[name]) for name in sorted(modules))
 
 
 def _require_whole_keys(model: Any, settings: Any) -> None:
