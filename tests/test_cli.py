@@ -129,8 +129,8 @@ def test_plugin_error_is_one_line_unless_traceback_is_requested(install, capsys)
     assert main(top) == 1
     assert capsys.readouterr() == (
         "",
-        "genlm: KeyError: 'no weights', while loading any on fails (`genlm --traceback ...` shows "
-        "where)\n",
+        "genlm: KeyError: 'no weights', while backend 'fails' (fails 1.2) loaded 'any' (`genlm "
+        "--traceback ...` shows where)\n",
     )
     with pytest.raises(KeyError) as raised:
         main(["--traceback", *top])

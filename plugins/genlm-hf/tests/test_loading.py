@@ -365,6 +365,13 @@ def test_missing_weights_beside_an_adapter_are_rejected(tiny: str, tmp_path: Pat
         load_model_by_name(str(folder), backend="hf")
 
 
+def test_weights_of_another_shape_are_named_with_both_shapes(tiny: str, tmp_path: Path) -> None:
+    folder = write_variant(tiny, tmp_path / "model", intermediate_size=24)
+    said = r"mlp.down_proj.weight has the shape \(\d+, \d+\), and \w+ needs \(\d+, 24\) by"
+    with pytest.raises(ModelNotFoundError, match=said):
+        load_model_by_name(folder, backend="hf")
+
+
 @pytest.mark.parametrize("is_cached", [False, True])
 @pytest.mark.parametrize("lacking", ["all", "a shard"])
 def test_a_folder_without_files_of_weights_is_named(

@@ -15,6 +15,7 @@ from genlm.core.errors import (
     BackendImportError,
     BackendNotFoundError,
     BackendUnavailableError,
+    GenlmError,
     PluginError,
 )
 from genlm.core.hints import nearest
@@ -94,6 +95,8 @@ class Backend:
 
         Raises:
             BackendUnavailableError: the backend cannot run here.
+            Exception: the engine's own error, with a note (:meth:`BaseException.add_note`) that
+                names the backend and the model.
         """
         info = self.info()
         if not info.available:
@@ -101,7 +104,14 @@ class Backend:
                 f"backend {self.name!r} cannot run on this machine: {info.unavailable}"
             )
         hooks = self._hooks("genlm_load")
-        engine: Engine = hooks.call("genlm_load", model=model, options=options, verify=verify)
+        try:
+            engine: Engine = hooks.call("genlm_load", model=model, options=options, verify=verify)
+        except GenlmError:
+            raise
+        except Exception as error:
+            # The engine's own error may say as little as KeyError: 'linnear'.
+            error.add_note(f"while {self._owner} loaded {model!r}")
+            raise
         return engine
 
     def _hooks(self, needed: str) -> HookCalls:

@@ -105,13 +105,9 @@ def loaded(
     out = sys.stdout
     progress = Progress()
     with contextlib.redirect_stdout(sys.stderr):
-        loading = f"loading {options.model}" + (f" on {backend}" if backend else "")
-        progress.show(f"{loading} ...")
+        progress.show(f"loading {options.model}" + (f" on {backend} ..." if backend else " ..."))
         try:
             lm = load_model_by_name(options.model, backend, own)
-        except Exception as error:
-            error.add_note(f"while {loading}")
-            raise
         finally:
             progress.clear()
         with lm:

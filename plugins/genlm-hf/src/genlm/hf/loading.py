@@ -102,6 +102,8 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
         arguments["config"] = AutoConfig.from_pretrained(name, **source)
         file.complete(arguments["config"])
     arguments["output_loading_info"] = True
+    # Weights of another shape are then in that report too, and are rejected by their names.
+    arguments.setdefault("ignore_mismatched_sizes", True)
     try:
         with without_adapter(_folder(name, source)):
             model, found = _from_pretrained(name, arguments)
@@ -229,8 +231,15 @@ def _require_known_family(name: str, source: Mapping[str, Any]) -> None:
 def _require_weights(name: str, model: Any, found: Mapping[str, Any]) -> None:
     """Raises: ModelNotFoundError: some weights were missing from the checkpoint, or had another
     shape there, so they are random now."""
-    mismatched = [key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]]
-    if missing := sorted({*found["missing_keys"], *mismatched}):
+    if mismatched := sorted(found["mismatched_keys"]):
+        weight, held, needed = mismatched[0]
+        more = f" ({len(mismatched)} weights in all)" if len(mismatched) > 1 else ""
+        raise ModelNotFoundError(
+            f"in the checkpoint {name!r}, {weight} has the shape {tuple(held)}, and "
+            f"{type(model).__name__} needs {tuple(needed)} by config.json and the options{more}; "
+            "give the configuration of this checkpoint"
+        )
+    if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelNotFoundError(
             f"the checkpoint {name!r} lacks weights of {type(model).__name__}, which would be "
