@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.transformers import base
 
 from genlm.core import EngineError, InvalidOptionError, ModelNotFoundError, Query
@@ -212,7 +213,28 @@ def test_factor_of_logits_is_rejected_where_transformers_code_runs(make_tiny):
     """vLLM's output layer leaves it out, which its own class of the family applies."""
     folder = make_tiny("Granite", weights=False, logits_scaling=8.0)
     assert corrections(folder, {}) == {}
-    said = r"logits_scaling=8.0 of granite: .*model_impl='transformers'; leave that option out"
+    said = r"logits_scaling=8.0 of granite: .* leave out model_impl='transformers', or load"
+    with pytest.raises(EngineError, match=said):
+        corrections(folder, {"model_impl": "transformers"})
+
+
+def test_factor_of_logits_is_rejected_by_the_class_that_vllm_loads(
+    make_tiny, load_briefly, monkeypatch
+):
+    """Without an option: vLLM has no class of the family, as of many."""
+    folder = make_tiny("Granite", logits_scaling=8.0)
+    monkeypatch.delitem(ModelRegistry.models, "GraniteForCausalLM")
+    said = r"logits_scaling=8.0 of granite: vLLM leaves it out .* code; load the model with"
+    with pytest.raises(EngineError, match=said):
+        load_briefly(folder)
+
+
+@pytest.mark.parametrize("setting", [{"logit_scale": 0.5}, {"final_logit_softcapping": 2.0}])
+def test_settings_of_vllms_own_output_layer_are_rejected(make_tiny, setting):
+    """It takes them for any family that it runs by transformers' code."""
+    folder = make_tiny("Llama", weights=False, **setting)
+    ((name, value),) = setting.items()
+    said = rf"{name}={value} of llama: vLLM applies it, where transformers does not"
     with pytest.raises(EngineError, match=said):
         corrections(folder, {"model_impl": "transformers"})
 

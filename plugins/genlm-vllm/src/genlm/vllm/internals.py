@@ -148,6 +148,11 @@ class EngineCore:
         self.max_loras: int = lora.max_cpu_loras - (self.device_type == "cpu") if lora else 0
         self._lora_requests: dict[int, Any] = {}
         self.hf_config = _require(config, "model_config.hf_config")
+        #: Whether vLLM runs the model's layers by transformers' code, under an output layer of its
+        #: own. The classes for that have names of this beginning.
+        self.runs_transformers = str(_require(config, "model_config.architecture")).startswith(
+            "Transformers"
+        )
         self.model_path: str = _require(config, "model_config.model")
         self._running: RunningSessions | None = None
         if self._in_process:

@@ -40,7 +40,7 @@ from genlm.vllm.lora import LoraEngine
 from genlm.vllm.options import Options, check_engine_opts
 from genlm.vllm.rows import LocalRows, Rows, WorkerRows
 from genlm.vllm.sessions import Sessions
-from genlm.vllm.settings import Configuration, corrections, on_a_cpu
+from genlm.vllm.settings import Configuration, corrections, on_a_cpu, refuse_other_logits
 from genlm.vllm.streams import EngineStream
 from genlm.vllm.weights import explain_repacked_weights, watched
 
@@ -124,6 +124,8 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     follow_file(engine.tokenizer, tokenizer, given.get("tokenizer_revision") or where[0], where[1])
     try:
         with _explained(model):
+            if configuration is not None and core.runs_transformers:
+                refuse_other_logits(configuration)
             _require_whole(rows.load(engine.model), model, configured, given)
             if local:
                 explain_repacked_weights(engine.model)

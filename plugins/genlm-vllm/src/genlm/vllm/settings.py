@@ -66,6 +66,9 @@ ASSUMED_SETTINGS: Mapping[str, Mapping[str, object]] = {
 #: Settings that vLLM also reads in families in which transformers does not, with the neutral value.
 READ_EVERYWHERE: Mapping[str, object] = {"llama_4_scaling": None, "logit_scale": 1.0}
 
+#: The same for the output layer of models that vLLM runs by transformers' code.
+READ_BY_OUTPUT_LAYER: Mapping[str, object] = {"final_logit_softcapping": None, "logit_scale": 1.0}
+
 #: For each family, a setting or input and how vLLM treats it differently: always, and on a CPU
 #: only.
 ALWAYS = {"hrm_text": ("a prompt", "lets its tokens attend to later ones")}
@@ -169,12 +172,8 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
     by_transformers = engine_opts.get("model_impl") == "transformers"
     if not by_transformers:
         _refuse_what_is_not_read(settings, whole.model_type)
-    elif factor := factor_of_logits(settings):
-        raise EngineError(
-            f"{factor} of {settings.model_type}: vLLM leaves it out with "
-            "model_impl='transformers'; leave that option out, or load the model with "
-            'backend="hf"'
-        )
+    else:
+        refuse_other_logits(configuration, "leave out model_impl='transformers', or ")
     longest = engine_opts.get("max_model_len")
     if not isinstance(longest, int) or longest < 0:  # then vLLM chooses
         longest = None
@@ -215,6 +214,28 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         log.warning("vllm.context_ends", at=ends, before=before)
         corrected["max_model_len"] = ends
     return corrected
+
+
+def refuse_other_logits(configuration: Configuration, remedy: str = "") -> None:
+    """Reject settings of the output layer for a model that vLLM runs by transformers' code: vLLM's
+    output layer replaces transformers', and has settings of its own.
+
+    Args:
+        configuration: The model's.
+        remedy: What else to do than to load the model with another backend.
+
+    Raises:
+        EngineError: vLLM would compute other logits.
+    """
+    settings = configuration.settings
+    if factor := factor_of_logits(settings):
+        what = "leaves it out where it runs transformers' code"
+        raise _error(settings.model_type, factor, what, remedy)
+    for name, nothing in READ_BY_OUTPUT_LAYER.items():
+        value = getattr(settings, name, nothing)
+        if value not in (nothing, None) and not is_read(configuration.whole.model_type, name):
+            what = "applies it, where transformers does not"
+            raise _error(settings.model_type, f"{name}={value!r}", what)
 
 
 def _end_of(settings: Any) -> tuple[int | None, str]:
@@ -294,5 +315,7 @@ def on_a_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _error(family: str, setting: str, what: str) -> EngineError:
-    return EngineError(f'{setting} of {family}: vLLM {what}; load the model with backend="hf"')
+def _error(family: str, setting: str, what: str, remedy: str = "") -> EngineError:
+    return EngineError(
+        f'{setting} of {family}: vLLM {what}; {remedy}load the model with backend="hf"'
+    )
