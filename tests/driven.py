@@ -38,8 +38,8 @@ class Driven:
 
     def ask(self, *requests: Request) -> list[Any]:
         """The engine's result for each request. All are admitted together."""
-        answers = self.step(*requests)
-        while len(answers) < len(set(requests)):
+        answers, different = self.step(*requests), len({*requests})
+        while len(answers) < different:
             answers |= self.step()
         return [answers[request] for request in requests]
 

@@ -341,30 +341,9 @@ class Sweep:
         changes: Callable[[dict[str, Any]], Iterable[dict[str, Any]]] = variants,
     ) -> list[Tried]:
         """The outcomes for a family's small model, and for each change of it."""
-        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-
-        config = CONFIG_MAPPING[family](**self.left_open.get(family, {}))
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        if not isinstance(config, kind.config_class):
-            config = config.get_text_config(decoder=True)
-        far = {one.path: THRESHOLD for one in thresholds(config.to_dict())}
         base = Tried(family, {}, "not built")
-        if family in self.made:
-            small = type(config)(**self.made[family])
-            base = tried(kind, small, {}, folder / "made", self.load, self.save)
-        for factor in () if family in self.made else FACTORS:
-            try:
-                small = small_config(config, factor, far)
-                given = small.to_dict()
-                given |= {
-                    name: size
-                    for name, size in self.sizes.items()
-                    if isinstance(given.get(name), int)
-                }
-                small = type(config).from_dict(given)
-            except Exception:
-                continue
-            base = tried(kind, small, {}, folder / f"{factor}", self.load, self.save)
+        for at, (kind, small) in enumerate(self._small_models(family)):
+            base = tried(kind, small, {}, folder / f"small{at}", self.load, self.save)
             if base.outcome in ("right", "wrong"):
                 break
         if base.outcome != "right":
@@ -376,6 +355,41 @@ class Sweep:
                 for at, changed in enumerate(changes(small.to_dict()))
             ),
         ]
+
+    def changed(self, family: str, folder: Path, change: dict[str, Any]) -> Tried:
+        """The outcome for a change of a family's small model, which is not tried without it."""
+        found = Tried(family, change, "not built")
+        for at, (kind, small) in enumerate(self._small_models(family)):
+            found = tried(kind, small, change, folder / f"{at}", self.load, self.save)
+            if found.outcome != "not built":
+                break
+        return found
+
+    def _small_models(self, family: str) -> Iterator[tuple[Any, Any]]:
+        """The class and the configuration of a family's small model, those to be tried first
+        coming first."""
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+        config = CONFIG_MAPPING[family](**self.left_open.get(family, {}))
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if not isinstance(config, kind.config_class):
+            config = config.get_text_config(decoder=True)
+        if family in self.made:
+            yield kind, type(config)(**self.made[family])
+            return
+        far = {one.path: THRESHOLD for one in thresholds(config.to_dict())}
+        for factor in FACTORS:
+            try:
+                given = small_config(config, factor, far).to_dict()
+                given |= {
+                    name: size
+                    for name, size in self.sizes.items()
+                    if isinstance(given.get(name), int)
+                }
+                small = type(config).from_dict(given)
+            except Exception:
+                continue
+            yield kind, small
 
 
 class EveryFamily:

@@ -10,7 +10,15 @@ from tests.fixtures import *  # noqa: F403
 from tools.tiny import write_adapter as save_adapter
 from tools.tiny import write_tokenizer
 
-from .driven import MOST_ADAPTERS, SMALL, VOCABULARY, DrivenVllm
+from .driven import (
+    LEFT_OUT,
+    MOST_ADAPTERS,
+    SMALL,
+    VOCABULARY,
+    DrivenVllm,
+    inspected_here,
+    rarely_collected,
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,6 +36,16 @@ def _frozen():
     """Importing vLLM makes a million objects, which a model that is closed thaws. To search them
     for garbage takes longer than all else here."""
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected():
+    """Frees the models of a file together, if its tests left them to be collected."""
+    yield
+    if LEFT_OUT:
+        LEFT_OUT.clear()
+        gc.unfreeze()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
@@ -102,12 +120,14 @@ def _engines(small_path):
 
     def open_engine(path=small_path, live_sessions=True, **engine_opts):
         options = {"engine_opts": SMALL | engine_opts, "live_sessions": live_sessions}
-        opened.append(DrivenVllm(load(path, options)))
+        with inspected_here():
+            opened.append(DrivenVllm(load(path, options)))
         return opened[-1]
 
     yield open_engine
-    for engine in opened:
-        engine.genlm_close()
+    with rarely_collected():
+        for engine in opened:
+            engine.genlm_close()
 
 
 load_briefly = pytest.fixture(_engines)

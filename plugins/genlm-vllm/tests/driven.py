@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,6 +49,39 @@ def asynchronous_scheduling() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(but_asynchronous))
+        yield
+
+
+@contextmanager
+def inspected_here() -> Iterator[None]:
+    """In the block, vLLM looks at a class of models in this process, and not in one of its own,
+    which takes ten seconds for each class that is new to its cache."""
+    from vllm.model_executor.models import registry
+
+    with patch.object(registry, "_run_in_subprocess", lambda look: look()):
+        yield
+
+
+#: A note for each collection of garbage that was left out since the last one.
+LEFT_OUT: list[object] = []
+MOST_LEFT_OUT = 15
+
+
+@contextmanager
+def rarely_collected() -> Iterator[None]:
+    """Of the models that are closed in such blocks, one in 16 is freed at once, and with it those
+    before it. Closing a model ends in a search of a million objects of vLLM, which takes longer
+    than most tests."""
+    collect = gc.collect
+
+    def collect_rarely(*generation: int) -> int:
+        if len(LEFT_OUT) < MOST_LEFT_OUT:
+            LEFT_OUT.append(generation)
+            return 0
+        LEFT_OUT.clear()
+        return collect(*generation)
+
+    with patch.object(gc, "collect", collect_rarely):
         yield
 
 

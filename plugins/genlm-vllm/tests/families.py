@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from vllm.model_executor.models import registry
 from vllm.model_executor.models.transformers import base
 
 from genlm.core import EngineError, Query
 from genlm.vllm.loading import load
 from tests.sweep import Row, Sweep
+
+from .driven import inspected_here, rarely_collected
 
 OPTIONS = {
     "max_model_len": 96,
@@ -61,7 +62,7 @@ def loaded(folder: str, dtype: str, options: Mapping[str, Any] = OPTIONS) -> Any
     gc.freeze()  # freezes what closing the previous model has unfrozen
     try:
         with (
-            patch.object(registry, "_run_in_subprocess", lambda look: look()),
+            inspected_here(),
             # This family would change classes of transformers, from which further models are made.
             patch.object(base, "support_torch_compile", lambda **_: lambda kind: kind),
         ):
@@ -85,7 +86,8 @@ def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
     try:
         yield engine.max_context, row_of
     finally:
-        engine.genlm_close()
+        with rarely_collected():
+            engine.genlm_close()
 
 
 SWEEP = Sweep(load=opened, sizes=SIZES)

@@ -8,6 +8,8 @@ import pytest
 
 from genlm.conformance.trust import TrustSuite
 
+from .driven import rarely_collected
+
 SMALL = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20}
 
 
@@ -19,3 +21,8 @@ class TestTrust(TrustSuite):
     @classmethod
     def folder(cls, small_path) -> str:
         return str(small_path)
+
+    @pytest.fixture(autouse=True)
+    def _rarely_collected(self):
+        with rarely_collected():
+            yield
