@@ -10,6 +10,8 @@ import sys
 import textwrap
 import weakref
 
+import transformers
+
 from genlm.vllm.loading import load
 
 from .driven import SMALL
@@ -150,3 +152,13 @@ def test_objects_older_than_a_load_are_collected_once(engine, small_path, monkey
     assert seen == [(False, None)]
     another.genlm_close()
     assert there()
+
+
+def test_copies_of_a_closed_models_tokenizer_are_freed(engine, tiny_path):
+    """vLLM makes them for its threads, and holds them by the method of the chat template."""
+    kind, counts = transformers.PreTrainedTokenizerBase, []
+    for _ in range(2):
+        load(tiny_path, {"engine_opts": SMALL}).genlm_close()
+        gc.collect()
+        counts.append(sum(issubclass(type(each), kind) for each in gc.get_objects()))
+    assert counts[0] == counts[1]

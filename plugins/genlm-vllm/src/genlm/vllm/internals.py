@@ -323,6 +323,7 @@ class EngineCore:
         ends. So the parts are stopped one by one, and vLLM's finalizer, which would do the same at
         exit, is disabled.
         """
+        _forget_methods_of_tokenizers()
         if not self._in_process:
             self._client.shutdown()
             return
@@ -387,6 +388,16 @@ def ids_by_position(params: type) -> bool:
 def _of_chosen_tokens(found: Any) -> torch.Tensor | None:
     """The log-probabilities of a prompt's own tokens. The other columns belong to likelier ones."""
     return None if found is None else getattr(found, "logprobs", found)[:, 0]
+
+
+def _forget_methods_of_tokenizers() -> None:
+    """Let a closed model's tokenizers be freed. vLLM remembers which options a chat template's
+    method takes, by the method itself, which holds the copies that vLLM makes of a tokenizer for
+    its threads."""
+    from vllm.utils import func_utils
+
+    if known := getattr(func_utils, "_supports_kw", None):
+        known.cache_clear()
 
 
 def _require(owner: Any, path: str) -> Any:
