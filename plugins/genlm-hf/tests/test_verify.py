@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -478,3 +479,38 @@ def test_contexts_avoid_tokens_with_special_treatment(windowed):
     assert ids[0] == config.bos_token_id
     assert not {7, 256, 257} & set(ids[1:])
     assert all(each == ids[: len(each)] for each in short.contexts)
+
+
+def test_contexts_contain_tokens_from_the_end_of_the_tokenizer(windowed: Path) -> None:
+    """After these, embeddings are padding."""
+    config = AutoConfig.from_pretrained(windowed)
+    config.vocab_size = 512
+    contexts = [each for group in choose(config, 100, windowed).groups for each in group.contexts]
+    assert all(255 in each for each in contexts)
+    assert max(max(each[1:]) for each in contexts) == 255, "256 and 257 are special"
+    without = [each for group in choose(config, 100).groups for each in group.contexts]
+    assert max(max(each[1:]) for each in without) >= 256, "without a tokenizer nothing says so"
+
+
+def test_engine_that_lacks_the_last_embeddings_is_found(windowed: Path) -> None:
+    other = Other.with_(windowed)
+    other.model.model.embed_tokens.weight.data[250:256] = 0.0
+    with pytest.raises(EngineError, match="other serves another model"):
+        load_verified(subject(windowed), True, lambda _: other)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_engine_whose_contexts_are_all_too_short_is_reported(
+    windowed: Path, logged: list[Any], monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    monkeypatch.setattr(loading, "MAX_WAIT_SECONDS", None)
+    short = Other(Other.with_(windowed).model, max_context=4)
+    why = r"nothing was compared \(short contexts: the longest context is of 4 tokens"
+    if asked:
+        with pytest.raises(EngineError, match=f"cannot be verified: {why}"):
+            load_verified(subject(windowed), True, lambda _: short)
+        return
+    assert load_verified(subject(windowed), None, lambda _: short) is short
+    (event,) = logged
+    assert event["event"] == "model.unverified"
+    assert re.match(why, event["why"])

@@ -44,7 +44,7 @@ def compare(
         served: A scaled copy as the engine serves it, or why there is none.
 
     Raises:
-        Unanswered: transformers cannot compute them.
+        Unanswered: transformers cannot compute them, or the engine takes none of the contexts.
         Exception: what the engine raises.
     """
     began = time.monotonic()
@@ -72,6 +72,8 @@ def compare(
     elif isinstance(served, Unanswered):
         whole.left_out.append(f"a scaled copy: {served}")
     whole.left_out += [f"contexts beyond {name}={value}" for name, value in too_long.items()]
+    if not whole.compared:
+        raise Unanswered(f"nothing was compared ({'; '.join(whole.left_out)})")
     folder = subject.folder()
     others = [] if folder is None else others_in(folder)
     return Report(subject, dtype, whole.compared, whole.left_out, whole.computes, others, waited)

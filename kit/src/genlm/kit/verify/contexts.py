@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,8 +22,13 @@ TOKENS_BEYOND_THRESHOLD = (1, 2, 9)
 #: Settings that name tokens, which a model may treat specially.
 NAMES_A_TOKEN = re.compile(r"token_(id|ids|index|indices)$")
 
-#: Embeddings after this fraction of them may be padding, and may never have been trained.
+#: Embeddings after this fraction of them may be padding, which was never trained. It counts if the
+#: folder has no ``tokenizer.json``, which says where the tokens end.
 TRAINED_SHARE = 0.9
+
+#: The place in a context of the last token of the vocabulary, which an engine with a shorter table
+#: of embeddings would not find.
+PLACE_OF_LAST_TOKEN = 1
 
 
 @frozen
@@ -51,15 +57,16 @@ class Chosen:
     too_long: Mapping[str, int]
 
 
-def choose(config: Any, longest: int) -> Chosen:
+def choose(config: Any, longest: int, folder: Path | None = None) -> Chosen:
     """Choose contexts for a configuration of transformers.
 
     Args:
         config: The configuration of the whole model.
         longest: How many tokens a context may have.
+        folder: The folder with the model's tokenizer.
     """
     settings = config.to_dict()
-    ids = _ids(config, settings, longest)
+    ids = _ids(config, settings, longest, None if folder is None else text_tokens(folder))
     found: dict[int, list[str]] = {}
     for one in thresholds(settings):
         found.setdefault(one.value, []).append(".".join(one.path))
@@ -77,15 +84,34 @@ def choose(config: Any, longest: int) -> Chosen:
     return Chosen(tuple(groups), too_long)
 
 
-def _ids(config: Any, settings: Mapping[str, Any], length: int) -> tuple[int, ...]:
+def text_tokens(folder: Path) -> set[int] | None:
+    """The tokens of a folder's ``tokenizer.json`` that are not special; ``None`` without a file
+    that can be read."""
+    from tokenizers import Tokenizer
+
+    if not (file := folder / "tokenizer.json").is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception:  # the library raises nothing more specific
+        return None
+    added = tokenizer.get_added_tokens_decoder()
+    return {*tokenizer.get_vocab().values()} - {id for id in added if added[id].special}
+
+
+def _ids(
+    config: Any, settings: Mapping[str, Any], length: int, known: Collection[int] | None
+) -> tuple[int, ...]:
     """Random tokens, of which a model treats none in a way of its own; the first is that with which
-    its texts begin."""
+    its texts begin, and one is the last of the vocabulary."""
     text = config.get_text_config(decoder=True)
     own = set(_tokens(settings))
-    ordinary = [
-        token for token in range(int(text.vocab_size * TRAINED_SHARE) or 1) if token not in own
-    ]
+    if known is None:
+        known = range(int(text.vocab_size * TRAINED_SHARE) or 1)
+    ordinary = sorted(token for token in known if token not in own and token < text.vocab_size)
     ids = Random(0).choices(ordinary or [0], k=length)
+    if ordinary and length > PLACE_OF_LAST_TOKEN:
+        ids[PLACE_OF_LAST_TOKEN] = ordinary[-1]
     begins = getattr(text, "bos_token_id", None)
     if isinstance(begins, int) and 0 <= begins < text.vocab_size:
         ids[0] = begins

@@ -172,7 +172,7 @@ def answer_to(question: object) -> object:
         config = configuration(question.source)
         limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         longest = min(question.longest, limit or question.longest)
-        chosen = contexts.choose(config, longest)
+        chosen = contexts.choose(config, longest, Path(question.source.folder))
         found = rows_of(question.source, chosen.groups)
         return Answer(chosen, found, str(config.dtype or "float32").removeprefix("torch."))
     if isinstance(question, Compute):
