@@ -18,7 +18,7 @@ from .driven import SMALL
 
 LIFE = textwrap.dedent(
     """
-    import asyncio, os, sys, tempfile, threading
+    import asyncio, gc, os, sys, tempfile, threading, weakref
     import psutil, torch
     from genlm.vllm import AsyncVirtualLM
     from tests.left_behind import random_states
@@ -59,12 +59,21 @@ LIFE = textwrap.dedent(
         for kind, names in held().items():
             assert names <= before[kind], f"{kind} left: {names - before[kind]}"
 
+    class Local:
+        pass
+
+    def import_vllm():
+        local = Local()
+        from vllm.engine import arg_utils
+        return weakref.ref(local)
+
     import vllm
     before = held()
     before["threads"].add("tqdm_monitor")  # one for all progress bars of a process
 
     # Load a model with experts while a model without experts is open.
     *states, of_torch = random_states()
+    local = import_vllm()
     one = load(plain)
     *after, drawn_from = random_states()
     assert after == states, "a program's seeds hold"
@@ -77,6 +86,8 @@ LIFE = textwrap.dedent(
     assert torch.equal(row(two), of_experts), "process groups stay while a model needs them"
     two.close()
     check_nothing_is_left()
+    gc.collect()
+    assert local() is None, "frames of the program are freed"
 
     # After a load that fails, and with experts first.
     try:

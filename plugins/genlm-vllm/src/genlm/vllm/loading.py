@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import secrets
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -81,6 +82,7 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     _heed_float32(chosen.engine_opts)
     import vllm
 
+    _let_frames_be_freed()
     if on_a_cpu():
         _let_llvmlite_be_searched()
 
@@ -142,6 +144,15 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
         context=engine.max_context,
     )
     return engine
+
+
+def _let_frames_be_freed() -> None:
+    """Drop the tracebacks of an error that vLLM keeps. Where torchcodec or ffmpeg is missing, they
+    hold all frames of the thread that imported vLLM, with what was in them: the first model too."""
+    audio = sys.modules.get("vllm.multimodal.media.audio")
+    error: BaseException | None = getattr(audio, "_torchcodec_import_exc", None)
+    while error is not None:
+        error.__traceback__, error = None, error.__cause__ or error.__context__
 
 
 def _let_llvmlite_be_searched() -> None:
