@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 
@@ -193,6 +194,14 @@ def test_wrong_arguments_are_rejected_and_change_nothing(mock, call, error, said
     assert particles.continuations == [[]] * 3
     assert particles.length.tolist() == [2] * 3
     assert not particles.ended.any()
+
+
+def test_a_population_takes_reversed_arrays(mock):
+    particles = mock().population(PROMPT, 3)
+    particles.extend(np.array([3, 2, 1])[::-1], ended=np.array([True, False, False])[::-1])
+    assert particles.continuations == [[1], [2], []]
+    particles.select(np.array([0, 1, 1])[::-1])
+    assert particles.continuations == [[2], [2], [1]]
 
 
 def test_token_given_for_an_ended_particle_is_ignored(mock):

@@ -6,11 +6,19 @@ import asyncio
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from genlm.core import InvalidInputError, TokenCharacterTrie
-from genlm.core.reductions import draw, likeliest, log_mass, logprobs_of, prefix_masses
+from genlm.core.reductions import (
+    draw,
+    draw_among,
+    likeliest,
+    log_mass,
+    logprobs_of,
+    prefix_masses,
+)
 from tools.launched import Launched
 
 from .conftest import gathered
@@ -70,6 +78,62 @@ def test_callers_with_different_masks_share_a_call(mock):
     assert masses == [pytest.approx(mass, abs=1e-9) for _, mass in found]
 
 
+def test_a_draw_depends_on_the_set_of_ids_and_not_on_other_callers(mock):
+    """A repeated id has its mass once, and the order of the ids is not that of the cumulative sum,
+    whether the other callers of a step give the same object or not."""
+    lm, source = mock(), random.Random(7)
+    uniforms = [source.random() for _ in range(40)]
+    other = lm.next_token_logprobs([2], then=draw(0.5, [200]))
+    shuffled = [*reversed(IDS), *IDS[:20]]
+    alone = gathered(*(lm.next_token_logprobs([1], then=draw(u, shuffled)) for u in uniforms))
+    *beside, _ = gathered(
+        *(lm.next_token_logprobs([1], then=draw(u, shuffled)) for u in uniforms), other
+    )
+    among = draw_among(shuffled)
+    same = gathered(*(lm.next_token_logprobs([1], then=among(u)) for u in uniforms))
+    row = lm.next_token_logprobs_sync([1]).tolist()
+    assert alone == beside == same == [by_hand(row, uniform, IDS) for uniform in uniforms]
+    mass = lm.next_token_logprobs_sync([1], then=log_mass(shuffled))
+    assert mass == pytest.approx(alone[0][1], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        np.array(IDS, dtype=np.int16),
+        np.array(IDS, dtype=np.uint8),
+        np.array(IDS, dtype=np.uint16),
+        np.array(IDS, dtype=np.uint64),
+        np.array(IDS, dtype=">i4"),
+        np.array(IDS)[::-1],
+        np.array(IDS, dtype=np.int32),
+        MASK.numpy(),
+        {*IDS},
+        range(3, 258, 3),
+    ],
+    ids=lambda given: f"{type(given).__name__} {getattr(given, 'dtype', '')}",
+)
+def test_allowed_tokens_may_be_any_array_of_ids_and_a_set(mock, allowed):
+    lm = mock()
+    wanted = lm.next_token_logprobs_sync([1], then=draw(0.3, torch.tensor(IDS)))
+    assert lm.next_token_logprobs_sync([1], then=draw(0.3, allowed)) == wanted
+    assert lm.next_token_logprobs_sync([1], then=draw_among(allowed)(0.3)) == wanted
+    beside, _ = gathered(
+        lm.next_token_logprobs([1], then=draw(0.3, allowed)),
+        lm.next_token_logprobs([1], then=draw(0.3, None)),
+    )
+    assert beside == wanted
+
+
+def test_a_number_that_is_not_one_is_rejected_beside_right_ones(mock):
+    lm = mock()
+    right, wrong = gathered(
+        *(lm.next_token_logprobs([1], then=draw(u, None)) for u in (0.5, math.nan))
+    )
+    assert right == lm.next_token_logprobs_sync([1], then=draw(0.5, None))
+    assert isinstance(wrong, InvalidInputError)
+
+
 def test_draws_follow_the_distribution_exactly():
     """Of 2**14 equally spaced uniform numbers, each token gets its share, rounded up or down."""
     row = torch.log_softmax(torch.linspace(-3, 2, 7), 0)
@@ -108,10 +172,22 @@ def test_log_mass_is_minus_infinity_if_nothing_allowed_has_mass():
         draw(0.5, []),
         draw(0.5, torch.ones(3, dtype=torch.bool)),
         draw(0.5, torch.ones(3)),
+        draw(None, None),
+        draw("x", None),
+        draw(torch.zeros(2), None),
+        draw(0.5, "ab"),
+        draw(0.5, torch.ones(258, dtype=torch.uint8)),
         log_mass([900]),
         logprobs_of([258]),
         logprobs_of([-1]),
+        logprobs_of([1.7]),
+        logprobs_of(7),
+        logprobs_of(MASK),
         likeliest(-1),
+        likeliest(2.0),
+        likeliest(None),
+        prefix_masses(TokenCharacterTrie([b"a", b"b"]))([b"a"]),
+        prefix_masses(TokenCharacterTrie([b"a", b"b"]))(None),
     ],
 )
 def test_wrong_arguments_concern_their_caller_alone(mock, then):

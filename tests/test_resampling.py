@@ -102,6 +102,25 @@ def test_ancestors_are_of_the_kind_of_the_weights():
     assert torch.arange(10, 12)[found].tolist() == [10, 11]
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda values: np.array([*reversed(values)])[::-1],
+        lambda values: np.array(values, dtype=">f8"),
+        lambda values: np.broadcast_to(np.array(values), len(values)),  # read-only
+    ],
+)
+def test_arrays_of_any_memory_are_accepted_without_a_warning(form, recwarn):
+    log_weights, uniforms = logs([0, 3, 0, 5]), [0.1, 0.7, 0.2, 0.9]
+    given, numbers = form(log_weights), form(uniforms)
+    assert effective_sample_size(given) == effective_sample_size(log_weights)
+    assert log_mean_weight(given) == log_mean_weight(log_weights)
+    for resample in (stratified, multinomial):
+        wanted = resample(log_weights, uniforms).tolist()
+        assert resample(given, numbers).tolist() == wanted
+    assert not recwarn.list
+
+
 def test_the_mean_of_no_weight_is_minus_infinity():
     assert log_mean_weight([-math.inf, -math.inf]) == -math.inf
 
@@ -117,6 +136,11 @@ def test_the_mean_of_no_weight_is_minus_infinity():
         (lambda: systematic([0.0], math.nan), r"in \[0, 1\)"),
         (lambda: multinomial([0.0], [-0.1]), r"in \[0, 1\)"),
         (lambda: stratified([0.0, 0.0], [0.1]), "2 uniform numbers"),
+        (lambda: stratified([0.0, 0.0], 0.1), "2 uniform numbers"),
+        (lambda: multinomial([0.0, 0.0], 0.1), "2 uniform numbers"),
+        (lambda: systematic([0.0, 0.0], [0.1, 0.2]), "one uniform number"),
+        (lambda: systematic([0.0, 0.0], None), "one uniform number"),
+        (lambda: multinomial([0.0], "a"), "1 uniform number"),
         (lambda: log_mean_weight([]), "a vector"),
         (lambda: log_mean_weight([[0.0]]), "a vector"),
         (lambda: log_mean_weight("abc"), "a vector"),

@@ -10,6 +10,7 @@ from genlm.core.context import Context, token_ids_of
 from genlm.core.drawer import CPU_CHUNK_NUMBERS, on_cpu
 from genlm.core.errors import InvalidInputError
 from genlm.core.together import NUMBERS_PER_CALL, Then, Thens, each_of, results_of
+from genlm.core.vectors import as_tensor, is_integral
 
 if TYPE_CHECKING:
     import torch
@@ -265,21 +266,13 @@ class Population:
         """``[n]`` numbers that the program has given, on the device."""
         import torch
 
-        try:
-            vector = torch.as_tensor(given)
-        except (TypeError, ValueError, RuntimeError):
-            vector = torch.empty(0)
-        wanted = vector.dtype == torch.bool if dtype == torch.bool else is_integral(vector)
-        if vector.shape != (self.n,) or not wanted:
+        vector = as_tensor(given)
+        wanted = vector is not None and (
+            vector.dtype == torch.bool if dtype == torch.bool else is_integral(vector)
+        )
+        if vector is None or vector.shape != (self.n,) or not wanted:
             kind = "booleans" if dtype == torch.bool else "integers"
             raise InvalidInputError(
                 f"{name} must be {self.n} {kind}, one for each particle; got {safe_repr(given)}"
             )
         return vector.to(self.device, dtype)
-
-
-def is_integral(vector: torch.Tensor) -> bool:
-    """Whether a tensor is of integers, which booleans are not."""
-    import torch
-
-    return not (vector.is_floating_point() or vector.is_complex() or vector.dtype == torch.bool)

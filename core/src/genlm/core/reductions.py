@@ -21,13 +21,15 @@ Examples:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from genlm.core.checks import safe_repr
+from genlm.core.checks import integer, safe_repr
+from genlm.core.context import token_ids_of
 from genlm.core.drawer import on_cpu
 from genlm.core.errors import InvalidInputError
 from genlm.core.together import together
+from genlm.core.vectors import as_tensor, is_integral
 
 if TYPE_CHECKING:
     import torch
@@ -42,10 +44,10 @@ def draw(rows: torch.Tensor, uniforms: list[float], allowed: list[Any]) -> list[
 
     The caller gives:
         - uniform: A number in [0, 1), by which the token is drawn from the cumulative
-          distribution.
-        - allowed: The allowed tokens: a tensor of their ids, a boolean tensor
-          ``[len(lm.byte_vocab)]``, or ``None`` for all. Tensors on the model's device are fastest,
-          and so is one object for all callers.
+          distribution over the allowed ids in ascending order.
+        - allowed: The allowed tokens: their ids in a tensor, list or set, in any order; a boolean
+          tensor ``[len(lm.byte_vocab)]``; or ``None`` for all. Tensors on the model's device, of
+          ids in ascending order, are fastest, and so is one object for all callers.
 
     Returns:
         The token's id, and the natural logarithm of the mass of all allowed tokens. If that is
@@ -53,9 +55,13 @@ def draw(rows: torch.Tensor, uniforms: list[float], allowed: list[Any]) -> list[
     """
     import torch
 
-    if not (min(uniforms) >= 0 and max(uniforms) < 1):
+    try:
+        right = all(0 <= uniform < 1 for uniform in uniforms)
+    except (TypeError, ValueError, RuntimeError):  # not numbers
+        right = False
+    if not right:
         raise InvalidInputError(
-            f"uniform numbers must be in [0, 1); got {min(uniforms)} to {max(uniforms)}"
+            f"uniform numbers must be in [0, 1); got {', '.join(map(safe_repr, uniforms))}"
         )
     weights, ids = _weights(rows, allowed)
     mass = weights.cumsum(-1)
@@ -80,9 +86,11 @@ def draw_among(allowed: Any) -> together[tuple[int, float]]:
     Args:
         allowed: As for :data:`draw`. A tensor on the model's device is fastest.
     """
-    import torch
-
-    same = None if allowed is None else torch.as_tensor(allowed)
+    same = None if allowed is None else _read(allowed)
+    if same is None and allowed is not None:
+        raise InvalidInputError(
+            f"allowed tokens must be a boolean tensor, or ids; got {safe_repr(allowed)}"
+        )
 
     @together
     def draw_allowed(rows: torch.Tensor, uniforms: list[float]) -> list[tuple[int, float]]:
@@ -111,12 +119,7 @@ def logprobs_of(rows: torch.Tensor, token_ids: list[Sequence[int]]) -> list[list
         - token_ids: A list of token ids, of any length.
     """
     width = rows.shape[-1]
-    for ids in token_ids:
-        if len(ids) and not (min(ids) >= 0 and max(ids) < width):
-            raise InvalidInputError(
-                f"token ids must be 0 to {width - 1}, as in lm.byte_vocab; got {safe_repr([*ids])}"
-            )
-    return _chosen(rows, token_ids)
+    return _chosen(rows, [token_ids_of("list of tokens", ids, width, least=0) for ids in token_ids])
 
 
 @together
@@ -129,10 +132,7 @@ def likeliest(rows: torch.Tensor, counts: list[int]) -> list[list[tuple[int, flo
     """
     import torch
 
-    if min(counts) < 0:
-        raise InvalidInputError(
-            f"the count of likeliest tokens must be at least 0; got {min(counts)}"
-        )
+    counts = [integer("the count of likeliest tokens", count, least=0) for count in counts]
     most = min(max(counts), rows.shape[-1])
     logprobs, token_ids = rows.topk(most)
     both = torch.stack([token_ids.double(), logprobs.double()]) if not rows.is_mps else None
@@ -161,6 +161,16 @@ def prefix_masses(trie: TokenCharacterTrie) -> together[list[float]]:
     def masses(rows: torch.Tensor, prefixes: list[Sequence[Any]]) -> list[list[float]]:
         import torch
 
+        if (width := rows.shape[-1]) != len(trie.decode):
+            raise InvalidInputError(
+                f"the trie of {len(trie.decode)} items is not one of this model's {width} tokens; "
+                "give TokenCharacterTrie(lm.byte_vocab)"
+            )
+        for own in prefixes:
+            if not isinstance(own, Iterable):
+                raise InvalidInputError(
+                    f"prefixes must be a list, such as [b'th', b'a']; got {safe_repr(own)}"
+                )
         nodes = [[trie.find(prefix) for prefix in own] for own in prefixes]
         weights = rows.exp()
         special = torch.from_numpy(trie.is_special).to(rows.device)
@@ -219,22 +229,44 @@ def _mask(allowed: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(allowed: Any, rows: torch.Tensor) -> torch.Tensor:
-    """The allowed tokens, as a tensor on the rows' device.
+    """The allowed tokens, as a mask or as ascending ids on the rows' device.
 
     Raises:
         InvalidInputError: the value is neither a mask nor token ids, or there are no ids.
     """
     import torch
 
-    given, width = torch.as_tensor(allowed), rows.shape[-1]
-    if given.dtype == torch.bool:
-        right = given.shape == (width,)
-    else:
-        right = given.ndim == 1 and not given.is_floating_point() and bool(len(given))
-        right = right and bool((given >= 0).all() & (given < width).all())
-    if not right:
-        raise InvalidInputError(
-            f"allowed tokens must be a boolean tensor [{width}], or at least one id from 0 to "
-            f"{width - 1}; got {given.dtype} of shape {[*given.shape]}"
-        )
-    return given.to(rows.device)
+    given, width = _read(allowed), rows.shape[-1]
+    if given is not None and given.dtype == torch.bool and given.shape == (width,):
+        return given.to(rows.device)
+    if given is not None and is_integral(given) and given.ndim == 1 and len(given):
+        ids = given.long()
+        ascending, least, most = _order(ids)
+        if not ascending:
+            # In ascending order and without repetitions, as in a mask. So a caller's result is the
+            # same whether others give the same object or not.
+            ids = ids.unique()  # type: ignore[no-untyped-call]
+            _, least, most = _order(ids)
+        # As many numbers as tokens, with repetitions, are no ids, but a mask of 0 and 1.
+        if least >= 0 and most < width and (len(given) != width or len(ids) == width):
+            return ids.to(rows.device)
+    got = safe_repr(allowed) if given is None else f"{given.dtype} of shape {[*given.shape]}"
+    raise InvalidInputError(
+        f"allowed tokens must be a boolean tensor [{width}], or at least one id from 0 to "
+        f"{width - 1}; got {got}"
+    )
+
+
+def _read(allowed: Any) -> torch.Tensor | None:
+    """The allowed tokens as a tensor; ``None`` if they are not numbers."""
+    return as_tensor([*allowed] if isinstance(allowed, Set) else allowed)
+
+
+def _order(ids: torch.Tensor) -> list[int]:
+    """Whether each id is greater than the one before it, the first id, and the last: one wait for
+    the device."""
+    import torch
+
+    ascending = (ids[1:] > ids[:-1]).all().long()
+    found: list[int] = torch.stack([ascending, ids[0], ids[-1]]).tolist()
+    return found

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from genlm.core.checks import safe_repr
 from genlm.core.errors import InvalidInputError
+from genlm.core.vectors import as_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,7 @@ def systematic(log_weights: Any, uniform: float) -> Any:
         InvalidInputError: no weight is positive, one is NaN or infinite, or ``uniform`` is not in
             [0, 1).
     """
-    return _ancestors(log_weights, uniform, strata=True)
+    return _ancestors(log_weights, uniform, strata=True, one=True)
 
 
 def stratified(log_weights: Any, uniforms: Any) -> Any:
@@ -116,16 +117,16 @@ def multinomial(log_weights: Any, uniforms: Any) -> Any:
     return _ancestors(log_weights, uniforms, strata=False)
 
 
-def _ancestors(log_weights: Any, uniforms: Any, strata: bool) -> Any:
+def _ancestors(log_weights: Any, uniforms: Any, strata: bool, one: bool = False) -> Any:
     import torch
 
     weights = _weights(log_weights)
     n = len(weights)
-    points = torch.as_tensor(uniforms, dtype=torch.float64, device=weights.device)
-    if points.ndim and points.shape != (n,):
-        raise InvalidInputError(
-            f"{n} particles need {n} uniform numbers; got a tensor of shape {[*points.shape]}"
-        )
+    points = _vector(uniforms)
+    if points is None or points.numel() != (1 if one else n) or points.ndim > 1:
+        wanted = "one uniform number" if one else f"{n} uniform numbers, one for each particle"
+        raise InvalidInputError(f"{n} particles need {wanted}; got {safe_repr(uniforms)}")
+    points = points.to(weights.device).reshape(-1)
     cumulative = weights.softmax(0).cumsum(0)
     whole = cumulative[-1]
     if not bool(torch.isfinite(whole) & (points >= 0).all() & (points < 1).all()):
@@ -147,19 +148,21 @@ def _weights(log_weights: Any) -> torch.Tensor:
     Raises:
         InvalidInputError: they are no vector.
     """
-    import torch
-
-    mps = isinstance(log_weights, torch.Tensor) and log_weights.is_mps  # MPS has no float64
-    try:
-        given = torch.as_tensor(log_weights.cpu() if mps else log_weights, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
-        given = torch.empty(0)
-    if given.ndim != 1 or not len(given):
+    given = _vector(log_weights)
+    if given is None or given.ndim != 1 or not len(given):
         raise InvalidInputError(
             f"log-weights must be a vector with one number for each particle; got "
             f"{safe_repr(log_weights)}"
         )
     return given
+
+
+def _vector(given: Any) -> torch.Tensor | None:
+    """Numbers as a float64 tensor, where there is one; ``None`` if they are not numbers."""
+    import torch
+
+    mps = isinstance(given, torch.Tensor) and given.is_mps  # MPS has no float64
+    return as_tensor(given.cpu() if mps else given, torch.float64)
 
 
 def _worthless(log_weights: Any) -> InvalidInputError:

@@ -18,6 +18,7 @@ from genlm.core.hints import nearest
 from genlm.core.options import unknown_argument
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.tokenization import Token
+from genlm.core.vectors import as_tensor
 
 #: The arguments with which a tokenizer's ``apply_chat_template`` returns a list of ids.
 IDS_ONLY = {"tokenize": True, "return_dict": False}
@@ -209,15 +210,11 @@ class TextMixin:
             InvalidInputError: ``row`` has another shape, or values above 0.
             InvalidOptionError: ``k`` is not an integer of at least 1.
         """
-        import torch
-
         k = integer("k", k, least=1)
-        try:
-            values = torch.as_tensor(row)
-        except (TypeError, ValueError, RuntimeError):
+        if (values := as_tensor(row)) is None:
             raise InvalidInputError(
                 f"row must be a model's row; got {safe_repr(row)}{unawaited(row)}"
-            ) from None
+            )
         if tuple(values.shape) != (self._engine.width,):
             raise InvalidInputError(
                 f"row must have the shape ({self._engine.width},); it has {tuple(values.shape)}"
