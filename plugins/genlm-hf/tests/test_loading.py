@@ -341,6 +341,52 @@ def test_rotary_settings_under_both_names_are_rejected_if_one_is_dropped(
         torch.testing.assert_close(lm.next_token_logprobs_sync(CONTEXT), expected(once))
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"rope_scaling": SCALING}, {**SCALING, "rope_theta": 777.0}),
+        ({"rope_parameters": {"type": "linear", "factor": 4.0}}, {**SCALING, "rope_theta": 777.0}),
+        ({"rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 500.0}),
+    ],
+)
+def test_rotary_settings_among_the_options_keep_the_models_others(
+    tiny: str, tmp_path: Path, given: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    """transformers would lose theta."""
+    plain = {"rope_type": "default", "rope_theta": 777.0}
+    folder = write_variant(tiny, tmp_path / "plain", rope_parameters=plain)
+    changed = write_variant(tiny, tmp_path / "changed", rope_parameters=meant)
+    assert (expected(changed) - expected(folder)).abs().max() > 1e-3
+    with load_model_by_name(folder, backend="hf", hf_opts=given) as lm:
+        torch.testing.assert_close(lm.next_token_logprobs_sync(CONTEXT), expected(changed))
+
+
+def test_rotary_scaling_that_is_no_mapping_is_rejected(tiny: str) -> None:
+    with pytest.raises(InvalidOptionError, match=r"hf_opts\['rope_scaling'\] must be a mapping"):
+        load_model_by_name(tiny, backend="hf", hf_opts={"rope_scaling": "linear"})
+
+
+@pytest.mark.parametrize("place", ["config.json", "hf_opts"])
+@pytest.mark.parametrize("kind", ["su", "unheard"])
+def test_unknown_rotary_type_is_named(tmp_path: Path, place: str, kind: str) -> None:
+    """Early models of Phi 3 have the first."""
+    pairs = SHAPE["hidden_size"] // SHAPE["num_attention_heads"] // 2
+    factors = {name: [1.0] * pairs for name in ("short_factor", "long_factor")}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("phi3", **SHAPE)).save_pretrained(
+        tmp_path
+    )
+    write_tokenizer(tmp_path, "<end>")
+    rope = {"type": kind, **factors}
+    options = {"rope_scaling": rope} if place == "hf_opts" else {}
+    if not options:
+        said = json.loads((tmp_path / "config.json").read_text())
+        del said["rope_parameters"]
+        (tmp_path / "config.json").write_text(json.dumps({**said, "rope_scaling": rope}))
+    remedy = "write 'longrope', its name today" if kind == "su" else "it has default, linear"
+    with pytest.raises(EngineError, match=rf"{place}.* has the rope_type '{kind}'.*; {remedy}"):
+        load_model_by_name(str(tmp_path), backend="hf", hf_opts=options)
+
+
 def test_adapter_beside_the_weights_of_a_model_is_not_applied(tiny: str, tmp_path: Path) -> None:
     """transformers would apply it, once PEFT is installed; it may be merged into the weights."""
     folder = shutil.copytree(tiny, tmp_path / "model")

@@ -20,6 +20,7 @@ from transformers import (
     BitsAndBytesConfig,
     PretrainedConfig,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import cached_file
 
 from genlm.core.checks import describe_error, safe_repr
@@ -36,7 +37,7 @@ from genlm.kit.checkpoints import (
     without_adapter,
 )
 from genlm.kit.model_files import local_folder, require_tokenizer
-from genlm.kit.settings import ROPE_NAMES, require_one_rotary
+from genlm.kit.settings import ROPE_NAMES, overridden, require_one_rotary
 from genlm.kit.tokenizer_files import follow_file
 
 logger = get_logger()
@@ -57,6 +58,9 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 #: The argument with which a folder's own code is run.
 TRUST = "trust_remote_code"
+
+#: Early names of types of rotary embeddings, with those of today.
+EARLY_ROPE_TYPES = {"su": "longrope"}
 
 #: The modes of ``torch.compile`` that capture CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -105,16 +109,21 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     # Weights of another shape are then in that report too, and are rejected by their names.
     arguments.setdefault("ignore_mismatched_sizes", True)
     try:
+        _complete_rotary(name, arguments, source)
         with without_adapter(_folder(name, source)):
             model, found = _from_pretrained(name, arguments)
     except TypeError as error:
         _refuse_argument(error, options.hf_opts)
+        raise
+    except KeyError:
+        _refuse_rotary_type(name, options.hf_opts, source)
         raise
     except OSError as error:
         _require_weight_files(name, source, error)
         raise
     except ValueError:
         _require_known_family(name, source)
+        _refuse_rotary_type(name, options.hf_opts, source)
         raise
     if not {"config", "gguf_file", *ROPE_NAMES} & arguments.keys():
         require_one_rotary(name, _config_file(name, source), model.config)
@@ -155,6 +164,56 @@ def _from_pretrained(name: str, arguments: Mapping[str, Any]) -> tuple[Any, Any]
     )
 
 
+def _complete_rotary(name: str, arguments: dict[str, Any], source: Mapping[str, Any]) -> None:
+    """Complete rotary settings among the arguments by the model's own, such as ``rope_theta``.
+    transformers would take them in place of the model's.
+
+    Raises:
+        InvalidOptionError: they are no mapping.
+    """
+    given = {each: arguments[each] for each in ROPE_NAMES if each in arguments}
+    if not given or "config" in arguments:
+        return
+    for each in ROPE_NAMES[:2]:
+        if not isinstance(given.get(each), Mapping | None):
+            raise InvalidOptionError(
+                f"hf_opts[{each!r}] must be a mapping, such as {{'rope_type': 'linear', 'factor': "
+                f"2.0}}; got {safe_repr(given[each])}"
+            )
+    settings = AutoConfig.from_pretrained(name, **source)
+    if settings.get_text_config(decoder=True) is settings and hasattr(settings, "rope_parameters"):
+        for each in given:
+            del arguments[each]
+        arguments["rope_parameters"] = overridden(settings, given)[1]["rope_parameters"]
+
+
+def _refuse_rotary_type(name: str, given: Mapping[str, Any], source: Mapping[str, Any]) -> None:
+    """Explain why transformers fails on rotary settings.
+
+    Args:
+        name: The model.
+        given: The user's ``hf_opts``.
+        source: Where its files are.
+
+    Raises:
+        EngineError: transformers has no such type of rotary embeddings.
+    """
+    known = ["default", *ROPE_INIT_FUNCTIONS]
+    places = {"hf_opts": given, f"config.json of {name!r}": _config_file(name, source)}
+    for where, settings in places.items():
+        rope: Any = next((settings[each] for each in ROPE_NAMES[:2] if settings.get(each)), {})
+        if not isinstance(rope, Mapping):
+            continue
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind not in known:
+            now = EARLY_ROPE_TYPES.get(kind)
+            meant = f"write {now!r}, its name today" if now else f"it has {', '.join(known)}"
+            raise EngineError(
+                f"{where} has the rope_type {kind!r}, which transformers "
+                f"{transformers.__version__} does not have; {meant}"
+            )
+
+
 def _refuse_argument(error: TypeError, given: Mapping[str, Any]) -> None:
     """Raises: InvalidOptionError: the model's class does not take one of ``hf_opts``."""
     unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
@@ -173,6 +232,7 @@ def _load_tokenizer(name: str, source: Mapping[str, Any]) -> Any:
     except Exception:
         require_tokenizer(Path(name, source.get("subfolder", "")), "hf_opts={'tokenizer': ...}")
         _require_known_family(name, source)
+        _refuse_rotary_type(name, {}, source)
         raise
     if not {"gguf_file", "subfolder"} & {key for key, value in source.items() if value}:
         follow_file(tokenizer, name, source.get("revision"), source.get("cache_dir"))
