@@ -19,6 +19,7 @@ from genlm.core import (
     EngineDeadError,
     EngineError,
     InvalidInputError,
+    PluginError,
     Query,
     ReentrancyError,
     hookimpl,
@@ -198,6 +199,14 @@ def test_another_number_of_results_is_rejected_for_all_and_by_name(mock):
     assert calls == [3]  # a single call would seem right
 
 
+@pytest.mark.parametrize("result", [None, 0.5, torch.tensor(0.5)], ids=repr)
+def test_a_result_that_is_no_list_is_rejected_by_name(mock, result):
+    forgets = together(lambda rows: result)
+    (outcome,) = gathered(mock().next_token_logprobs([1], then=forgets()))
+    assert isinstance(outcome, InvalidInputError)
+    assert f"returned {result!r} for 1 rows; return one each" in str(outcome)
+
+
 def test_an_exception_among_the_results_is_raised_by_its_caller_alone(mock):
     @together
     def some(rows, values):
@@ -229,6 +238,68 @@ def test_engine_dead_error_of_a_function_fails_only_its_caller(mock):
     )
     assert isinstance(outcomes[0], EngineDeadError)
     assert outcomes[1].equal(lm.next_token_logprobs_sync([6]))
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_function_that_ends_the_model_leaves_no_caller_waiting(mock, ranked, error):
+    @together
+    def fatal(rows):
+        raise error
+
+    lm = mock(fail_on=lambda query: query.token_ids == (5,))
+    outcomes = gathered(
+        lm.next_token_logprobs([6]),
+        lm.next_token_logprobs([7], then=ranked.then(0)),
+        lm.batch_next_token_logprobs([[8], [9]], then=[ranked.then(0), fatal()]),
+        lm.batch_next_token_logprobs([[6], [9]]),
+        lm.next_token_logprobs([5]),
+    )
+    assert all(isinstance(outcome, EngineDeadError) for outcome in outcomes[:-1])
+    assert isinstance(outcomes[-1], EngineError | EngineDeadError)
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("error", [Panic, asyncio.CancelledError])
+def test_a_panic_in_a_function_fails_only_its_caller(mock, ranked, error):
+    @together
+    def panics(rows):
+        raise error
+
+    lm = mock()
+    refused, right = gathered(
+        lm.next_token_logprobs([6], then=panics()), lm.next_token_logprobs([7], then=ranked.then(0))
+    )
+    assert isinstance(refused, PluginError)
+    assert "panics" in str(refused)
+    assert isinstance(refused.__cause__, error)
+    assert right == lm.next_token_logprobs_sync([7], then=ranked.then(0))
+
+
+def test_then_that_together_did_not_make_is_rejected(mock, ranked):
+    lm = mock()
+    for wrong, remedy in (
+        (together(lambda rows: rows), "call it"),
+        (lambda row: row, "@together"),
+        (5, "@together"),
+        ("x", "@together"),
+    ):
+        for outcome in gathered(
+            lm.next_token_logprobs([1], then=wrong),
+            lm.batch_next_token_logprobs([[1]], then=wrong),
+            lm.batch_next_token_logprobs([[1]], then=[wrong]),
+            lm.batch_next_token_logprobs([[1], [2]], then=[ranked.then(0), wrong]),
+            lm.population([1], 2).logprobs(then=wrong),
+        ):
+            assert isinstance(outcome, InvalidInputError)
+            assert remedy in str(outcome)
+        with pytest.raises(InvalidInputError, match=remedy):
+            lm.next_token_logprobs_sync([1], then=wrong)
+    with pytest.raises(InvalidInputError, match="got None"):
+        lm.batch_next_token_logprobs_sync([[1]], then=[None])
+    assert lm.next_token_logprobs_sync([1], then=ranked.then(0)) is not None
 
 
 @pytest.mark.parametrize("given", [3, asyncio.sleep, "draw"])

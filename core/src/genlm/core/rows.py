@@ -22,7 +22,7 @@ from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.combiners import Combiner, EachCombiner
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.text import TextMixin
-from genlm.core.together import Then, Thens, each_of
+from genlm.core.together import Then, Thens, each_of, made_by_together
 from genlm.core.types import Query, ReductionRequest
 
 if TYPE_CHECKING:
@@ -82,8 +82,10 @@ class RowsMixin(TextMixin):
 
         Raises:
             Exception: the exception that the function raises for this caller.
+            InvalidInputError: ``then`` was not made by :class:`~genlm.core.together.together`.
         """
         query = self._query(token_ids, lora_name)
+        then = None if then is None else made_by_together(then)
         if then is None and (row := self._kept(query)) is not None:
             return row.clone()
         if then is not None and self._engine.reduces:
@@ -140,8 +142,9 @@ class RowsMixin(TextMixin):
                 Otherwise the first exception ends the call.
 
         Raises:
-            InvalidInputError: the number of ``then`` is not that of the contexts, or
-                ``return_exceptions`` is given without ``then``.
+            InvalidInputError: the number of ``then`` is not that of the contexts, one was not made
+                by :class:`~genlm.core.together.together`, or ``return_exceptions`` is given without
+                ``then``.
         """
         queries = self._queries(token_ids_list, lora_name)
         if then is None:
@@ -175,6 +178,7 @@ class RowsMixin(TextMixin):
     ) -> Any:
         """:meth:`next_token_logprobs`, blocking."""
         query = self._query(token_ids, lora_name)
+        then = None if then is None else made_by_together(then)
         if then is None and (row := self._kept(query)) is not None:
             return row.clone()
         if then is not None and self._engine.reduces:

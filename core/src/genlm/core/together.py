@@ -14,6 +14,7 @@ from genlm.core.checks import safe_repr
 from genlm.core.copies import is_part
 from genlm.core.drawer import CPU_CHUNK_NUMBERS, on_cpu
 from genlm.core.errors import InvalidInputError
+from genlm.core.hook_calls import FATAL, attributed
 from genlm.core.runtime.combiners import JointCombiner
 from genlm.core.runtime.frames import let_go
 
@@ -45,7 +46,8 @@ class together(Generic[R]):
 
     The model waits while the function runs, so the function must not block. It may ask other
     models; its own model raises a :class:`~genlm.core.errors.ReentrancyError`. ``SystemExit`` and
-    ``KeyboardInterrupt`` end the model, as from a hook.
+    ``KeyboardInterrupt`` end the model, as from a hook: all callers get an
+    :class:`~genlm.core.errors.EngineDeadError`.
 
     Args:
         function: ``f(rows, first_arguments, second_arguments, ...)``. ``rows`` is a matrix
@@ -130,10 +132,12 @@ class together(Generic[R]):
 
         try:
             return self._called(torch.stack([*rows]), given)
-        except Exception as error:
+        except FATAL:
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             if len(rows) == 1:
                 let_go(error)  # the frames of its calls hold rows
-                return [error]
+                return [error if isinstance(error, Exception) else attributed(repr(self), error)]
         middle = len(rows) // 2
         return self._isolated(rows[:middle], given[:middle]) + self._isolated(
             rows[middle:], given[middle:]
@@ -141,13 +145,16 @@ class together(Generic[R]):
 
     def _called(self, rows: torch.Tensor, given: Sequence[Sequence[Any]]) -> list[R | Exception]:
         columns = map(list, zip(*given, strict=True))
-        results = [*self.function(rows, *columns)]
+        returned: Any = self.function(rows, *columns)
+        if not isinstance(returned, Iterable) or getattr(returned, "ndim", 1) == 0:
+            number, results = safe_repr(returned), []
+        else:
+            results = [*returned]
+            number = f"{len(results)} results"
         if len(results) != len(rows):
             # This is not tried again: for a single row, a function that returns one result would
             # seem right.
-            wrong = (
-                f"{self!r} returned {len(results)} results for {len(rows)} rows; return one each"
-            )
+            wrong = f"{self!r} returned {number} for {len(rows)} rows; return one each"
             return [InvalidInputError(wrong) for _ in rows]
         return own(results)
 
@@ -170,17 +177,39 @@ def each_of(then: Thens[R], n: int) -> Sequence[Then[R]]:
     """The function for each of ``n`` rows.
 
     Raises:
-        InvalidInputError: there is another number of functions.
+        InvalidInputError: there is another number of functions, or one was not made by
+            :class:`together`.
     """
     if isinstance(then, Then):
         return [then] * n
-    thens = [*then]
+    if not isinstance(then, Iterable):
+        return [made_by_together(then)] * n
+    thens = [made_by_together(each) for each in then]
     if len(thens) != n:
         raise InvalidInputError(
             f"then has {len(thens)} elements for {n} contexts; give one for each context, such as "
             "map(draw, uniforms), or a single one for all contexts"
         )
     return thens
+
+
+def made_by_together(then: Any) -> Then[Any]:
+    """The function of one row, if it is one.
+
+    Raises:
+        InvalidInputError: it was not made by :class:`together`.
+    """
+    if isinstance(then, Then):
+        return then
+    remedy = (
+        "call it with the caller's arguments, as in then=draw(uniform, allowed)"
+        if isinstance(then, together)
+        else "mark a function with @together, and call it with the caller's arguments"
+    )
+    raise InvalidInputError(
+        f"then must be a function of rows with one caller's arguments; got {safe_repr(then)}: "
+        f"{remedy}"
+    )
 
 
 def results_of(thens: Sequence[Then[Any]], rows: Sequence[torch.Tensor]) -> list[Any]:

@@ -585,7 +585,14 @@ class Batcher:
         ended += dict.fromkeys(call for call, _ in parts if not (call.left or call.error))
         if given:
             keep_own(given)
-        self._end_calls(ended, parts)
+        try:
+            self._end_calls(ended, parts)
+        except BaseException:
+            # A function of rows ends the model. These calls fail with those that are in flight.
+            self._end_calls([call for call in ended if call.error is not None])
+            calls = dict.fromkeys([*ended, *(call for call, _ in given)])
+            self._lanes.in_flight[None] = [(call, 0) for call in calls]
+            raise
 
     def _end_calls(
         self, calls: Iterable[Call[Any]], parts: Sequence[tuple[Call[Any], int]] = ()
