@@ -136,8 +136,9 @@ threading.Event().wait()
 def test_hanging_import_ends_the_run(install, monkeypatch, capsys) -> None:
     """The command says so, and so does a test that inherits the suite."""
     install("endless", ENDLESS)
-    monkeypatch.setattr(model, "IMPORT_SECONDS", 0.5)
-    found = "importing the plugin module of 'endless' did not return within 0.5 s: it hangs"
+    # A busy machine may take more than a second to find the module that then hangs.
+    monkeypatch.setattr(model, "IMPORT_SECONDS", 4.0)
+    found = "importing the plugin module of 'endless' did not return within 4 s: it hangs"
     where = r"in the import of its module: \S+plugin_endless\.py, line 5, in <module>\)$"
     assert main(["conformance", "endless", "--model", "any", "--patience", "0.5"]) == 3
     (told,) = capsys.readouterr().out.splitlines()[1:]
