@@ -7,6 +7,7 @@ import inspect
 import json
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.utils import find_adapter_config_file
 
 from genlm.core import (
     AsyncLM,
@@ -42,6 +44,7 @@ from genlm.core.mock import ByteTokenizer
 from genlm.hf import AsyncTransformer
 from genlm.hf.loading import load_pretrained
 from genlm.hf.options import ELSEWHERE, HFOptions
+from genlm.kit.checkpoints import without_adapter
 from tests.left_behind import left_behind
 from tools.tiny import write_adapter, write_tokenizer, write_variant
 
@@ -399,6 +402,62 @@ def test_adapter_beside_the_weights_of_a_model_is_not_applied(tiny: str, tmp_pat
     assert (adapted - plain).abs().max() > 0.1
     (said,) = [log for log in logs if log["event"] == "adapter.passed_over"]
     assert (said["log_level"], said["folder"]) == ("warning", str(folder))
+
+
+def test_adapters_of_other_loads_are_applied_meanwhile(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a program loads by transformers in another thread."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    write_adapter(tiny, folder, seed=1)
+    if find_adapter_config_file(str(folder), subfolder="none"):
+        pytest.skip("this transformers looks for an adapter in no subfolder of a folder")
+    load, others = AutoModelForCausalLM.from_pretrained, []
+
+    def load_another(*args: Any, **options: Any) -> Any:
+        with ThreadPoolExecutor() as pool:
+            others.append(pool.submit(load, str(folder)).result())
+        return load(*args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load_another)
+    with load_model_by_name(str(folder), backend="hf") as lm:
+        assert not hasattr(lm.underlying_model, "peft_config")
+    assert [*others[0].peft_config] == ["default"]
+
+
+class Hub:
+    """A repository that has these files, and is not in the cache."""
+
+    def __init__(self, name: str, folder: Path, *files: str) -> None:
+        self.name, self.folder, self.files = name, folder, files
+
+    def cached_file(self, name: str, file: str, **options: Any) -> str | None:
+        assert name == self.name
+        assert options["token"] == "mine"
+        return str(self.folder / file) if file in self.files else None
+
+
+@pytest.mark.parametrize(
+    ("files", "passed_over"),
+    [
+        (["config.json", "model.safetensors", "adapter_config.json"], True),
+        (["config.json", "model.safetensors.index.json", "adapter_config.json"], True),
+        (["config.json", "adapter_config.json"], False),  # transformers loads its base
+        (["config.json", "model.safetensors"], False),
+    ],
+)
+def test_adapter_beside_the_weights_of_a_hub_model_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], passed_over: bool
+) -> None:
+    """Before anything is downloaded; transformers would load the adapter's base instead."""
+    monkeypatch.setattr(
+        "transformers.utils.cached_file", Hub("org/it", tmp_path, *files).cached_file
+    )
+    source = {"token": "mine", "trust_remote_code": True}
+    with capture_logs() as logs, without_adapter("org/it", source) as arguments:
+        pass
+    assert bool(arguments) == passed_over
+    assert [log["event"] for log in logs] == ["adapter.passed_over"] * passed_over
 
 
 def test_missing_weights_beside_an_adapter_are_rejected(tiny: str, tmp_path: Path) -> None:

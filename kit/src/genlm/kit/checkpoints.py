@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,12 @@ WEIGHT_FILES = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
+
+#: The arguments of ``from_pretrained`` that locate files.
+OF_FILES = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+
+#: A folder within a model's in which transformers looks for the model's adapter, and finds none.
+NO_SUBFOLDER = "no-adapter-here"
 
 #: The names of the language model within multimodal models.
 LANGUAGE_PARTS = {"language_model", "text_model"}
@@ -69,25 +75,58 @@ def read_by_transformers(folder: str, found: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def without_adapter(folder: Path | None) -> Iterator[None]:
-    """Inside the block, transformers loads the model of a folder without the LoRA adapter that lies
-    beside its weights. The log names the folder.
+def without_adapter(name: str, source: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    """Arguments of ``from_pretrained`` with which transformers, inside the block, loads a model
+    without the LoRA adapter that lies beside its weights, in its folder or on the hub. The log
+    names the model.
 
     With PEFT installed, transformers would apply the adapter, and say nothing of weights that the
-    model lacks. The adapter may be merged into the weights already, and other engines pass over it.
+    model lacks; for a name of the hub it would load the adapter's base in place of the model. The
+    adapter may be merged into the weights already, and other engines pass over it. An adapter
+    without such weights is left to transformers.
 
     Args:
-        folder: The model's folder; ``None`` if it is not known.
-    """
-    from transformers.utils import is_peft_available
+        name: A folder or hub name.
+        source: Arguments of ``from_pretrained`` that locate the files.
 
-    beside = folder is not None and (folder / ADAPTER).is_file() and holds_weights(folder)
-    if not (beside and is_peft_available()):
-        yield
+    Yields:
+        The argument ``adapter_kwargs``; nothing if there is no such adapter.
+    """
+    from transformers.utils import find_adapter_config_file, is_peft_available
+
+    given = {name: value for name, value in (source or {}).items() if name in OF_FILES}
+    if not is_peft_available() or _file_of(name, ADAPTER, given) is None:
+        yield {}
         return
-    log.warning("adapter.passed_over", folder=str(folder), apply="lm.add_new_lora(folder, name)")
-    with replaced("transformers.", "is_peft_available", is_peft_available, lambda: False):
-        yield
+    folder, files = Path(name, given.get("subfolder") or ""), sum(WEIGHT_FILES, ())
+    if not (
+        holds_weights(folder)
+        if Path(name).is_dir()
+        else any(_file_of(name, file, given) for file in files)
+    ):
+        yield {}
+        return
+    log.warning("adapter.passed_over", folder=name, apply="lm.add_new_lora(folder, name)")
+    with ExitStack() as hidden:
+        # In a folder, early versions look for the adapter in no subfolder. PEFT is hidden from the
+        # loads of other threads too then.
+        if Path(name).is_dir() and find_adapter_config_file(name, subfolder=NO_SUBFOLDER):
+            without = replaced(
+                "transformers.", "is_peft_available", is_peft_available, lambda: False
+            )
+            hidden.enter_context(without)
+        yield {"adapter_kwargs": {"subfolder": NO_SUBFOLDER}}
+
+
+def _file_of(name: str, file: str, given: Mapping[str, Any]) -> str | None:
+    """Where a file of a model is, downloaded if need be; ``None`` if the model lacks it."""
+    from transformers.utils import cached_file
+
+    absent = ("gated_repo", "missing_entries", "connection_errors")
+    found: str | None = cached_file(
+        name, file, **given, **{f"_raise_exceptions_for_{each}": False for each in absent}
+    )
+    return found
 
 
 def require_all_read(

@@ -351,8 +351,10 @@ def _loaded(key: bytes) -> Any:
         options |= {"device_map": {"": "disk"}, "offload_folder": source.scratch}
     known = type(config) in AutoModelForCausalLM._model_mapping
     kind = AutoModelForCausalLM if known else AutoModelForMultimodalLM
-    with without_adapter(Path(source.folder)):
-        model, found = kind.from_pretrained(source.folder, config=copy.deepcopy(config), **options)
+    with without_adapter(source.folder) as more:
+        model, found = kind.from_pretrained(
+            source.folder, config=copy.deepcopy(config), **options, **more
+        )
     missing = {*found["missing_keys"], *map(str, found["mismatched_keys"])}
     if missing:
         raise CannotCompute(

@@ -110,8 +110,8 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     arguments.setdefault("ignore_mismatched_sizes", True)
     try:
         _complete_rotary(name, arguments, source)
-        with without_adapter(_folder(name, source)):
-            model, found = _from_pretrained(name, arguments)
+        with without_adapter(name, source) as more:
+            model, found = _from_pretrained(name, {**arguments, **more})
     except TypeError as error:
         _refuse_argument(error, options.hf_opts)
         raise
