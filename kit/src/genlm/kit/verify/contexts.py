@@ -26,10 +26,6 @@ NAMES_A_TOKEN = re.compile(r"token_(id|ids|index|indices)$")
 #: folder has no ``tokenizer.json``, which says where the tokens end.
 TRAINED_SHARE = 0.9
 
-#: The place in a context of the last token of the vocabulary, which an engine with a shorter table
-#: of embeddings would not find.
-PLACE_OF_LAST_TOKEN = 1
-
 
 @frozen
 class Group:
@@ -66,12 +62,13 @@ def choose(config: Any, longest: int, folder: Path | None = None) -> Chosen:
         folder: The folder with the model's tokenizer.
     """
     settings = config.to_dict()
-    ids = _ids(config, settings, longest, None if folder is None else text_tokens(folder))
     found: dict[int, list[str]] = {}
     for one in thresholds(settings):
         found.setdefault(one.value, []).append(".".join(one.path))
     within = min(found, default=longest)
     lengths = sorted({min(length, within, longest) for length in SHORT_LENGTHS})
+    known = None if folder is None else text_tokens(folder)
+    ids = _ids(config, settings, longest, known, lengths[-1] - 1)
     groups = [Group("short contexts", tuple(ids[:length] for length in lengths))]
     too_long: dict[str, int] = {}
     for value, names in sorted(found.items()):
@@ -100,18 +97,24 @@ def text_tokens(folder: Path) -> set[int] | None:
 
 
 def _ids(
-    config: Any, settings: Mapping[str, Any], length: int, known: Collection[int] | None
+    config: Any,
+    settings: Mapping[str, Any],
+    length: int,
+    known: Collection[int] | None,
+    last_at: int,
 ) -> tuple[int, ...]:
-    """Random tokens, of which a model treats none in a way of its own; the first is that with which
-    its texts begin, and one is the last of the vocabulary."""
+    """Random tokens, of which a model treats none in a way of its own. The first is that with which
+    its texts begin. The last of the vocabulary, which an engine with a shorter table of embeddings
+    would not find, is at the end of the longest short context: rare tokens are rounded most, and
+    the largest rounding says how far rows may be apart in half precision."""
     text = config.get_text_config(decoder=True)
     own = set(_tokens(settings))
     if known is None:
         known = range(int(text.vocab_size * TRAINED_SHARE) or 1)
     ordinary = sorted(token for token in known if token not in own and token < text.vocab_size)
     ids = Random(0).choices(ordinary or [0], k=length)
-    if ordinary and length > PLACE_OF_LAST_TOKEN:
-        ids[PLACE_OF_LAST_TOKEN] = ordinary[-1]
+    if ordinary and last_at > 0:
+        ids[last_at] = ordinary[-1]
     begins = getattr(text, "bos_token_id", None)
     if isinstance(begins, int) and 0 <= begins < text.vocab_size:
         ids[0] = begins
