@@ -91,6 +91,11 @@ def draw_among(allowed: Any) -> together[tuple[int, float]]:
         raise InvalidInputError(
             f"allowed tokens must be a boolean tensor, or ids; got {safe_repr(allowed)}"
         )
+    if same is not None and is_integral(same) and same.ndim == 1:
+        # Once, and not in each step. Ids with repetitions may be a mask of 0 and 1, which the width
+        # of a row tells.
+        ascending: torch.Tensor = same.long().unique()  # type: ignore[no-untyped-call]
+        same = ascending if len(ascending) == len(same) else same
 
     @together
     def draw_allowed(rows: torch.Tensor, uniforms: list[float]) -> list[tuple[int, float]]:
